@@ -1,0 +1,29 @@
+# `make demo` and `make test` work from a fresh clone: they set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+
+.PHONY: demo test check format clean
+
+demo: $(VENV)/.installed
+	$(RUN)/python examples/digits.py
+
+test: $(VENV)/.installed check
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+format: $(VENV)/.installed
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist

@@ -1,0 +1,35 @@
+"""Train a neural network and prune its layers at the same time."""
+
+from shallower.absorb import Absorption, absorb
+from shallower.blocks import find_blocks, survey
+from shallower.estimators import first_order, flip
+from shallower.gate import Gate
+from shallower.optim import RobbinsMonro, forget
+from shallower.prior import constant, linear_ramp
+from shallower.pruner import Pruner, Removal
+from shallower.residual import ChannelCopy, Residual, ZeroPad
+from shallower.split import Block, NotResidual, split
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Absorption",
+    "Block",
+    "ChannelCopy",
+    "Gate",
+    "NotResidual",
+    "Pruner",
+    "Removal",
+    "Residual",
+    "RobbinsMonro",
+    "ZeroPad",
+    "absorb",
+    "constant",
+    "find_blocks",
+    "first_order",
+    "flip",
+    "forget",
+    "linear_ramp",
+    "split",
+    "survey",
+]

@@ -1,0 +1,87 @@
+"""What a block is worth: two functions of one signature; a user's third is passed the same way.
+
+Both return one number per gate, in nats of the mean loss: loss(xi=1) - loss(xi=0), negative for a block
+that helps. The pruner calls them without gradients and with the running statistics frozen.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from shallower.gate import Gate
+
+Closure = Callable[[], Tensor]
+Estimator = Callable[[Sequence[Gate], Closure | None], Sequence[Tensor]]
+
+
+def first_order(gates: Sequence[Gate], closure: Closure | None = None) -> list[Tensor]:
+    """<dloss/dsum, branch(z)>, left behind by the backward pass. No extra forward.                  (3)"""
+    missing = [gate.name for gate in gates if gate.worth is None]
+    if missing:
+        raise RuntimeError(
+            f"No gradient reached the gates of {_some(missing)} since the last step. Call `loss.backward()` "
+            "before `pruner.step()`, with the model in training mode (`model.train()`) and every block "
+            "on the way to the loss."
+        )
+    return [gate.worth for gate in gates if gate.worth is not None]
+
+
+@torch.no_grad()
+def flip(gates: Sequence[Gate], closure: Closure | None = None) -> list[Tensor]:
+    """loss(xi=1) - loss(xi=0) by running the network again with one gate flipped: exact.            (4)
+
+    `closure` runs the model on the batch and returns the mean loss. What runs before the flipped gate is
+    the same in both networks, so the gated blocks below it return what they returned the first time.
+    """
+    if closure is None:
+        raise TypeError(
+            "The estimator `flip` runs the network again and needs the loss as a function: "
+            "`pruner.step(lambda: F.cross_entropy(model(images), labels))`."
+        )
+    idle = [gate.name for gate in gates if not gate.training]
+    if idle:
+        raise RuntimeError(f"The gates of {_some(idle)} are in evaluation mode: call `model.train()` first.")
+    calls: list[tuple[Gate, Tensor]] = []
+    with _recording(gates, calls):
+        loss = closure()
+    order = [gate for gate, _ in calls]
+    missing = [gate.name for gate in gates if gate not in order]
+    if missing:
+        raise RuntimeError(f"The closure did not run {_some(missing)}: it must run the gated model itself.")
+    differences = []
+    for gate in gates:
+        with _flipped(gate, prefix=calls[: order.index(gate)]):
+            other = closure()
+        differences.append(loss - other if gate.xi else other - loss)  # (4)
+    return differences
+
+
+@contextmanager
+def _recording(gates: Sequence[Gate], calls: list[tuple[Gate, Tensor]]) -> Iterator[None]:
+    for gate in gates:
+        gate.record = calls
+    try:
+        yield
+    finally:
+        for gate in gates:
+            gate.record = None
+
+
+@contextmanager
+def _flipped(gate: Gate, *, prefix: list[tuple[Gate, Tensor]]) -> Iterator[None]:
+    for earlier, output in prefix:
+        earlier.replay.append(output)
+    gate.xi = not gate.xi
+    try:
+        yield
+    finally:
+        gate.xi = not gate.xi
+        for earlier, _ in prefix:
+            earlier.replay.clear()
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,72 @@
+"""The optimiser is a patient too: forget removed parameters, keep closed ones decaying; a step for theta."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def forget(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Drop `parameters`, with their state, from every group of `optimizer`.
+
+    The other parameters keep their places, their state and their groups. A group that is left empty
+    stays, because learning-rate schedulers count the groups.
+    """
+    dead = set(parameters)
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p not in dead]
+    for p in dead:
+        optimizer.state.pop(p, None)
+
+
+def adopt(optimizer: Optimizer, parameter: nn.Parameter, *, like: Tensor) -> None:
+    """Let `optimizer` train `parameter` in the group that holds `like`."""
+    for group in optimizer.param_groups:
+        if any(p is like for p in group["params"]):
+            group["params"].append(parameter)
+
+
+def unknown(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> list[str]:
+    """The names of the trainable parameters that `optimizer` does not hold."""
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    return [name for name, p in parameters.items() if p.requires_grad and p not in known]
+
+
+def fill_gradients(parameters: Iterable[Tensor]) -> None:
+    """Zero gradients where there are none: PyTorch's optimisers skip None, and with it decay and momentum."""
+    for p in parameters:
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
+
+
+class RobbinsMonro(Optimizer):
+    """Plain gradient descent with the step a(n) = lr / (1 + n / halving)**power.
+
+    The sum of a(n) diverges and the sum of a(n)^2 converges, as the convergence theorems need it, for
+    1/2 < power <= 1. For theta:
+
+        Pruner(..., theta_optimizer=RobbinsMonro, theta_lr=1e-6)
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, *, halving: float = 1000.0, power: float = 1.0
+    ) -> None:
+        if not 0.5 < power <= 1.0:
+            raise ValueError(
+                f"Found power={power}, but a Robbins-Monro step needs 1/2 < power <= 1: "
+                "a larger one stops too early, a smaller one never settles."
+            )
+        if lr <= 0 or halving <= 0:
+            raise ValueError(f"Found lr={lr} and halving={halving}; both must be positive.")
+        super().__init__(params, {"lr": lr, "halving": halving, "power": power, "n": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            a = group["lr"] / (1 + group["n"] / group["halving"]) ** group["power"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(a * p.grad)
+            group["n"] += 1

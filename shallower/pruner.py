@@ -1,0 +1,351 @@
+"""The controller: reads as the algorithm; the work is done elsewhere."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shallower import optim, prior
+from shallower.absorb import Absorption, absorb
+from shallower.blocks import BlockFinder, choose
+from shallower.estimators import Closure, Estimator, first_order
+from shallower.gate import attach, detach, frozen_statistics
+from shallower.graphs import replace
+from shallower.split import Block
+from shallower.state import VERSION, check_state
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A block was removed at `step`, when its rate had fallen to `theta`."""
+
+    step: int
+    block: str
+    theta: float
+
+
+class Pruner:
+    """Trains a network and prunes its layers at the same time.
+
+    Every residual block gets a gate that is open with a learned probability theta:
+
+        z_next = tail(skip(z) + xi * branch(z)),    xi ~ Bernoulli(theta)                         (1)
+
+    and theta descends the objective C(W, theta) + lambda/2 |W|^2 - log_gamma * sum(theta):
+
+        dL/dtheta = N * (loss(xi=1) - loss(xi=0)) - log_gamma                                     (2)
+        theta <- clip(theta - theta_lr * step(dL/dtheta), 0, 1)                                   (5)
+        theta <= tolerance: the block is removed, its skip stays                                  (6)
+
+    so a block survives if it lowers the mean training loss by more than its `price = -log_gamma / N`
+    nats per sample. In a loop:
+
+        pruner = Pruner(model, optimizer, dataset_size=50_000, log_gamma=-250)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            pruner.step()
+        pruner.finalize()
+        net = pruner.finish()
+
+    Args:
+        model: gated in place; no parameter changes its name.
+        optimizer: the one that trains `model`, with all the parameters of its blocks.
+        dataset_size: N, the number of training samples.
+        log_gamma: the hyper-prior, negative, in nats over the dataset; a number or a function of the step.
+        price: instead of log_gamma, in nats per sample; a number or a function of the step.
+        multipliers: how many times the common log_gamma a block has, by name.
+        blocks: the names of the blocks to gate, or a function of the model that returns `Block`s.
+        estimator: `first_order`, `flip`, or a function of the same signature.
+        theta: where every rate starts.
+        theta_lr: the learning rate of theta.
+        theta_optimizer: called as `theta_optimizer([theta], lr=theta_lr)`.
+        tolerance: a rate that falls to it is dead.
+        seed: of the draws; the same on all ranks.
+        grad_scaler: the GradScaler, if the loss is scaled with one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        dataset_size: int | None = None,
+        log_gamma: float | prior.Schedule | None = None,
+        price: float | prior.Schedule | None = None,
+        multipliers: Mapping[str, float] | None = None,
+        blocks: Sequence[str] | BlockFinder | None = None,
+        estimator: Estimator = first_order,
+        theta: float = 0.75,
+        theta_lr: float = 1e-4,
+        theta_optimizer: Callable[..., Optimizer] = torch.optim.Adam,
+        tolerance: float = 0.01,
+        seed: int = 0,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        if dataset_size is None or dataset_size <= 0:
+            raise ValueError(
+                f"Found dataset_size={dataset_size}; the number of training samples is needed, because the "
+                "price of a block is in nats over the dataset: dataset_size=len(loader.dataset)."
+            )
+        if not 0 <= tolerance < theta <= 1:
+            raise ValueError(
+                f"Found tolerance={tolerance} and theta={theta}; needed 0 <= tolerance < theta <= 1."
+            )
+        self.model, self.optimizer, self.estimator = model, optimizer, estimator
+        self.dataset_size, self.tolerance, self.grad_scaler = dataset_size, tolerance, grad_scaler
+        self.log_gamma = prior.schedule(log_gamma, price, dataset_size)
+        found, self.rejected = choose(model, blocks)
+        self.blocks = {block.name: block for block in found}
+        _check_trainable(model, optimizer, self.blocks)
+        self.multipliers = prior.multiplier_vector(multipliers, self.names)
+        self.theta = torch.full((len(found),), float(theta), dtype=torch.float64)  # on the host, which draws
+        self.theta_optimizer = theta_optimizer([self.theta], lr=theta_lr)
+        self.generator = torch.Generator().manual_seed(seed)
+        self._prunable = {
+            n: list(b.prunable(model.get_submodule(n)).values()) for n, b in self.blocks.items()
+        }
+        self._sizes = [sum(p.numel() for p in self._prunable[name]) for name in self.names]
+        # Everything is checked; from here on the model changes.
+        self.gates = {n: attach(model.get_submodule(n), b, theta) for n, b in self.blocks.items()}
+        self.events: list[Removal] = []
+        self.absorption: Absorption | None = None
+        self.num_steps, self.finalized, self.finished = 0, False, False
+        self._trained, self._loss_scale = False, 1.0
+        self._handle = optimizer.register_step_pre_hook(lambda *_: self._before_weights_move())
+        self._draw()
+
+    @property
+    def names(self) -> list[str]:
+        """The gated blocks as they were at the start, removed ones included."""
+        return list(self.blocks)
+
+    @property
+    def alive(self) -> list[str]:
+        """The blocks that are still there."""
+        removed = {event.block for event in self.events}
+        return [name for name in self.names if name not in removed]
+
+    @property
+    def thetas(self) -> dict[str, float]:
+        """The rate of every block; 0 for a removed one."""
+        return dict(zip(self.names, self.theta.tolist(), strict=True))
+
+    # -- one step -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> list[Removal]:
+        """Learn theta, remove the dead blocks, draw the next network. Call it after `optimizer.step()`.
+
+        Once per optimiser step, so that all micro-batches of a step see the same network. `closure` runs
+        the model and returns the mean loss, where the estimator needs it. Returns what was removed.
+        """
+        if self.finished:
+            raise RuntimeError(
+                "The pruner has finished and its model is plain; build a new Pruner to prune on."
+            )
+        if self.finalized or not self.gates:
+            self.num_steps += 1
+            return []
+        if self._weights_moved():
+            delta_cost = self.dataset_size * self._estimate(closure)  # mean loss -> nats over the dataset
+            self._learn(delta_cost - self.multipliers * self._log_gamma())  # (2)
+        self._trained = False
+        for gate in self.gates.values():
+            gate.worth = None
+        self.num_steps += 1
+        dead = self._remove(self.tolerance)  # (6)
+        self._draw()
+        return dead
+
+    def _weights_moved(self) -> bool:
+        """Whether `optimizer.step()` ran; a GradScaler leaves it out when a gradient overflowed."""
+        if not self._trained and self.grad_scaler is None:
+            raise RuntimeError(
+                "pruner.step() was called without an optimizer.step() before it. Call it once after each "
+                "optimizer.step(); with gradient accumulation once per update, not per micro-batch. If the "
+                "optimizer steps inside a GradScaler, pass it: `Pruner(..., grad_scaler=scaler)`."
+            )
+        return self._trained
+
+    def _estimate(self, closure: Closure | None) -> Tensor:
+        """loss(xi=1) - loss(xi=0) of every block, in nats of the mean loss; 0 for the removed ones."""
+        gates = list(self.gates.values())
+        with frozen_statistics(self.model.modules()):
+            values = list(self.estimator(gates, closure))
+        if len(values) != len(gates):
+            raise ValueError(f"The estimator returned {len(values)} values for {len(gates)} gates; one each.")
+        known = torch.stack([torch.as_tensor(v) for v in values]).to(self.theta)  # the one transfer in a step
+        wrong = [gate.name for gate, ok in zip(gates, known.isfinite().tolist(), strict=True) if not ok]
+        if wrong:
+            raise FloatingPointError(
+                f"At step {self.num_steps} the estimates of {wrong} are not finite, as after a loss of nan "
+                "or inf. Nothing was changed; go back to the last checkpoint with a smaller learning rate."
+            )
+        estimates = torch.zeros_like(self.theta)
+        estimates[self._positions()] = known / self._loss_scale
+        return estimates
+
+    def _log_gamma(self) -> float:
+        value = float(self.log_gamma(self.num_steps))
+        if not (value <= 0 and math.isfinite(value)):
+            raise ValueError(
+                f"The schedule gave log_gamma={value} at step {self.num_steps}; it must not be positive."
+            )
+        return value
+
+    def _learn(self, gradient: Tensor) -> None:
+        self.theta.grad = gradient
+        self.theta_optimizer.step()
+        self.theta.grad = None
+        self.theta.clamp_(0, 1)  # (5)
+        for event in self.events:  # a removed block's moments may still move its entry
+            self.theta[self.names.index(event.block)] = 0.0
+        self._publish()
+
+    def _draw(self) -> None:
+        """xi ~ Bernoulli(theta), one draw for the whole batch; as many numbers whatever was removed."""
+        uniform = torch.rand(len(self.names), generator=self.generator).tolist()
+        rates = self.theta.tolist()
+        for name, u, rate in zip(self.names, uniform, rates, strict=True):
+            if name in self.gates:
+                self.gates[name].xi = u < rate
+
+    def _publish(self) -> None:
+        """Let every gate know its rate, for the mean network of evaluation."""
+        for gate, rate in zip(self.gates.values(), self.theta[self._positions()].unbind(), strict=True):
+            gate.theta.copy_(rate)
+
+    def _positions(self) -> list[int]:
+        return [i for i, name in enumerate(self.names) if name in self.gates]
+
+    def _before_weights_move(self) -> None:
+        """Runs inside `optimizer.step()`: weight decay and momentum act on closed blocks, too."""
+        self._trained = True
+        if self.grad_scaler is not None:
+            self._loss_scale = self.grad_scaler.get_scale()
+        for name in self.gates:
+            optim.fill_gradients(self._prunable[name])
+
+    # -- removal --------------------------------------------------------------------------------------
+
+    def _remove(self, threshold: float, *, inclusive: bool = True) -> list[Removal]:
+        rates = self.thetas
+        gone = [n for n in self.gates if rates[n] < threshold or (inclusive and rates[n] == threshold)]
+        events = [Removal(self.num_steps, name, rates[name]) for name in gone]
+        for name in gone:
+            self._cut(name)
+        self.events += events
+        return events
+
+    def _cut(self, name: str) -> None:
+        """The block leaves the module tree and the optimiser; skip and tail stay, under their names."""
+        module = self.model.get_submodule(name)
+        del self.gates[name]
+        detach(module)
+        optim.forget(self.optimizer, self._prunable.pop(name))
+        replace(self.model, name, self.blocks[name].bypass(module))
+        self.theta[self.names.index(name)] = 0.0
+
+    def finalize(self, threshold: float = 0.1) -> list[Removal]:
+        """Make the network deterministic: rates below `threshold` become 0, all others 1.
+
+        The gates come off, so fine-tuning runs the plain network; `step()` does nothing from here on.
+        """
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"Found threshold={threshold}; it must be in [0, 1].")
+        if self.finalized:
+            return []
+        self._check_begun("finalize")
+        events = self._remove(threshold, inclusive=False)
+        self._ungate()
+        return events
+
+    def _ungate(self) -> None:
+        for name in self.gates:
+            detach(self.model.get_submodule(name))
+            self.theta[self.names.index(name)] = 1.0
+        self.gates.clear()
+        self._handle.remove()
+        self.finalized = True
+
+    def finish(self) -> nn.Module:
+        """The plain network: no gate is left, and linear skips are absorbed wherever that is exact.
+
+        It is `model` itself, changed in place; `pruner.absorption` tells what was folded and what stays.
+        """
+        self._check_begun("finish")
+        between = [name for name in self.gates if 0 < self.thetas[name] < 1]
+        if between:
+            raise RuntimeError(
+                f"{len(between)} blocks still have a rate between 0 and 1 ({', '.join(between[:3])}, ...): "
+                "the network is random. Call `pruner.finalize()` first, and fine-tune what it leaves."
+            )
+        if not self.finalized:
+            self._ungate()
+        if not self.finished:
+            survivors = [self.blocks[name] for name in self.alive]
+            removed = [event.block for event in self.events]
+            self.absorption = absorb(self.model, removed, survivors, optimizer=self.optimizer)
+            self.finished = True
+        return self.model
+
+    def _check_begun(self, call: str) -> None:
+        if self.num_steps == 0:
+            raise RuntimeError(
+                f"pruner.{call}() was called before any pruner.step(), so nothing was learned. Call "
+                "`pruner.step()` after each `optimizer.step()`."
+            )
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs beside the states of model and optimiser; saved with torch.save."""
+        return {
+            "version": VERSION,
+            "names": self.names,
+            "sizes": self._sizes,
+            "num_steps": self.num_steps,
+            "finalized": self.finalized,
+            "theta": self.theta.clone(),
+            "xi": [name for name, gate in self.gates.items() if gate.xi],
+            "theta_optimizer": self.theta_optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "events": [asdict(event) for event in self.events],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Load it first: it removes the blocks that were removed, so
+        that the states of the model and of the optimiser fit."""
+        check_state(state, self.state_dict())
+        removed = [Removal(**event) for event in state["events"]]
+        for event in removed:
+            if event.block in self.gates:
+                self._cut(event.block)
+        self.events = removed
+        self.num_steps = int(state["num_steps"])
+        self.theta_optimizer.load_state_dict(state["theta_optimizer"])
+        self.generator.set_state(state["generator"])
+        self.theta.copy_(state["theta"])
+        if state["finalized"] and not self.finalized:
+            self._ungate()
+        for name, gate in self.gates.items():
+            gate.xi, gate.worth = name in state["xi"], None
+        self._publish()
+
+
+def _check_trainable(model: nn.Module, optimizer: Optimizer, blocks: Mapping[str, Block]) -> None:
+    for name, block in blocks.items():
+        mine = block.prunable(model.get_submodule(name))
+        strangers = optim.unknown(optimizer, mine)
+        if strangers:
+            raise ValueError(
+                f"The optimizer does not hold {[f'{name}.{s}' for s in strangers]}. It must train every "
+                "parameter of a gated block: build it from `model.parameters()` of this very model, set "
+                "requires_grad=False on what is frozen, or leave the block out with `blocks=`."
+            )

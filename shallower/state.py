@@ -1,0 +1,64 @@
+"""The state of a pruner: refused, if it does not fit, before anything is touched."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VERSION = 1
+
+
+def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Raise ValueError if `state` cannot be loaded by the pruner whose own state is `mine`."""
+    if not isinstance(state, Mapping) or set(state) != set(mine):
+        found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"This is no state of a Pruner: found {found}, needed the keys {sorted(mine)}.")
+    if state["version"] != VERSION:
+        raise ValueError(f"The state has version {state['version']}; this shallower reads version {VERSION}.")
+    if list(state["names"]) != list(mine["names"]) or list(state["sizes"]) != list(mine["sizes"]):
+        theirs, ours = (dict(zip(s["names"], s["sizes"], strict=False)) for s in (state, mine))
+        raise ValueError(
+            f"The state is of another model. Its blocks and their parameters are {theirs}, this model's are "
+            f"{ours}. Build the same model, gate it as before, then load."
+        )
+    _check_theta(state["theta"], len(mine["names"]))
+    _check_removals(state, mine)
+    _check_optimizer(state["theta_optimizer"], mine["theta_optimizer"], state["theta"])
+    try:
+        torch.Generator().set_state(state["generator"])
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"The state's generator cannot be read: {error}") from error
+
+
+def _check_theta(theta: Any, number: int) -> None:
+    fits = isinstance(theta, Tensor) and theta.shape == (number,) and theta.is_floating_point()
+    if not fits or not bool(((theta >= 0) & (theta <= 1)).all()):
+        raise ValueError(f"The state's theta is {theta}; needed are {number} rates in [0, 1].")
+
+
+def _check_removals(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    fields = {"step", "block", "theta"}
+    if not all(isinstance(event, Mapping) and set(event) == fields for event in state["events"]):
+        raise ValueError(f"The state's events are {state['events']}; each needs {sorted(fields)}.")
+    gone = {event["block"] for event in state["events"]}
+    back = [event["block"] for event in mine["events"] if event["block"] not in gone]
+    if back or (mine["finalized"] and not state["finalized"]):
+        raise ValueError(
+            f"This pruner is further than the state: {back or 'all gates'} cannot come back. "
+            "Build the model anew, gate it, then load."
+        )
+    strangers = sorted((gone | set(state["xi"])) - set(mine["names"]))
+    if strangers:
+        raise ValueError(f"The state speaks of {strangers}, which are no blocks of this model.")
+
+
+def _check_optimizer(theirs: Mapping[str, Any], ours: Mapping[str, Any], theta: Tensor) -> None:
+    keys = [[sorted(group) for group in s["param_groups"]] for s in (theirs, ours)]
+    moments = [
+        v for entry in theirs["state"].values() for v in entry.values() if isinstance(v, Tensor) and v.dim()
+    ]
+    if keys[0] != keys[1] or any(m.shape != theta.shape for m in moments):
+        raise ValueError(
+            "The state was taken with another theta_optimizer; build the Pruner with the same one, then load."
+        )
