@@ -6,6 +6,7 @@ A gated module keeps its place, its parameters and their names. Only its class c
 `forward` asks the gate which of the two networks to run, as FSDP2's `fully_shard` does it.
 """
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,11 +24,14 @@ from shallower.split import Block, linear_parameters, split
 ATTRIBUTE = "shallower_gate"  # a gate is a child of its module under this name; it adds no state_dict key
 
 
+Whole = Callable[[Tensor], Tensor]  # a module's own forward
+
+
 class Gate(nn.Module):
     """What one gated block knows: its rate, its current draw, and what the backward pass said it is worth.
 
     `worth` is the first-order estimate of loss(xi=1) - loss(xi=0), eq. (3): <dloss/dsum, branch(z)>,
-    summed over the backward passes since it was last cleared. An open gate reads it off the gradients
+    summed over the backward passes of one optimiser step. An open gate reads it off the gradients
     of the branch's last affine map, whose parameters p satisfy, by Euler's identity,
 
         <dloss/dbranch, branch> = sum(p.grad * p),
@@ -42,7 +46,7 @@ class Gate(nn.Module):
         self.name = block.name
         self.register_buffer("theta", torch.tensor(theta, device=_device(module)), persistent=False)
         self.xi = True
-        self.worth: Tensor | None = None
+        self.credits: list[Tensor] = []
         self.record: list[tuple[Gate, Tensor]] | None = None  # see `estimators.flip`
         self.replay: deque[Tensor] = deque()
         self._prepare(block, module)
@@ -52,6 +56,7 @@ class Gate(nn.Module):
         self.head, self.branch, self.skip, self.tail = map(compiled, parts)
         self.norms = [m for m in used_modules(module, block.branch) if isinstance(m, _NormBase)]
         last = linear_parameters(module, block.branch)
+        self.input = next(iter(inspect.signature(module.forward).parameters))
         self.ready = True
         self.free = bool(last) and all(p.requires_grad for p in last)
         self._handles: list[RemovableHandle] = []
@@ -64,33 +69,33 @@ class Gate(nn.Module):
             handle.remove()
         self._handles = []
 
-    def credit(self, amount: Tensor) -> None:
-        self.worth = amount if self.worth is None else self.worth + amount
+    @property
+    def worth(self) -> Tensor | None:
+        """The estimate (3) so far, or None where no gradient has reached the gate."""
+        return sum(self.credits[1:], self.credits[0]) if self.credits else None
 
-    @torch.no_grad()
     def _read(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A hook of the backward pass: the weights have not moved yet, and nothing has been clipped."""
         if self.training and self.xi:
-            self.credit(inner(gradient, parameter))  # (3)
+            self.credits.append(inner(gradient, parameter.detach()))  # (3)
 
-    def run(
-        self, module: nn.Module, whole: Callable[..., Tensor], z: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def run(self, module: nn.Module, whole: Whole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The forward pass of `module`, whose own forward is `whole`."""
         if self.replay:
             return self.replay.popleft()
-        if args or kwargs:
+        if len(args) + len(kwargs) != 1 or not kwargs.keys() <= {self.input}:
             raise TypeError(
-                f"The block {self.name!r} was called with more than one input, but it was split into skip "
-                "and branch with every other argument at its default. Call it with one tensor, or leave the "
-                "block out: `Pruner(..., blocks=[...])`."
+                f"The block {self.name!r} was called with {len(args)} arguments and the keywords {list(kwargs)}, "
+                f"but it was split into skip and branch as a function of {self.input!r} alone, every other "
+                "argument at its default. Call it so, or leave the block out: `Pruner(..., blocks=[...])`."
             )
+        (z,) = (*args, *kwargs.values())
         out = self._forward(module, whole, z)
         if self.record is not None:
             self.record.append((self, out))
         return out
 
-    def _forward(self, module: nn.Module, whole: Callable[..., Tensor], z: Tensor) -> Tensor:
+    def _forward(self, module: nn.Module, whole: Whole, z: Tensor) -> Tensor:
         learning = torch.is_grad_enabled()
         if self.training and self.xi and (self.free or not learning):
             return whole(z)  # open: the module as its author wrote it
@@ -109,7 +114,7 @@ class Gate(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Compiled parts and hooks stay behind; a copy is a network to evaluate until it is gated anew."""
         state = dict(self.__dict__)
-        state.update(worth=None, record=None, replay=deque(), ready=False, norms=[], _handles=[])
+        state.update(credits=[], record=None, replay=deque(), ready=False, norms=[], _handles=[])
         state.update(dict.fromkeys(("head", "branch", "skip", "tail")))
         return state
 
@@ -130,12 +135,14 @@ class Watch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (branch,) = ctx.saved_tensors
-        ctx.gate.credit(inner(gradient, branch))  # (3)
+        ctx.gate.credits.append(inner(gradient, branch))  # (3)
         return gradient, None, None, None
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """<a, b>, summed in single precision at least."""
+    if a.dtype == b.dtype == torch.float32 and a.is_contiguous() and b.is_contiguous():
+        return torch.dot(a.flatten(), b.flatten())
     return (a * b).sum(dtype=torch.promote_types(a.dtype, torch.float32))
 
 
@@ -172,7 +179,7 @@ class Gated(nn.Module):
         if not gate.ready:
             with _plain(self):
                 gate.restore(self)
-        return gate.run(self, super().forward, *args, **kwargs)
+        return gate.run(self, super().forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _empty, (type(self).__bases__[1],), self.__dict__

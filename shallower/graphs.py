@@ -53,6 +53,16 @@ def is_identity(part: fx.Graph) -> bool:
     return all(node.op in ("placeholder", "output") for node in part.nodes)
 
 
+def without_identities(module: nn.Module, part: fx.Graph) -> fx.Graph:
+    """`part` less the calls of `nn.Identity` and of empty `nn.Sequential`s."""
+    for node in list(part.nodes):
+        child = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(child, nn.Identity) or (type(child) is nn.Sequential and len(child) == 0):
+            node.replace_all_uses_with(node.args[0])
+            part.erase_node(node)
+    return part
+
+
 def compiled(part: fx.Graph) -> Callable[[nn.Module, Tensor], Tensor]:
     """`part` as a function of the module and its input.
 

@@ -157,7 +157,7 @@ class Pruner:
             self._learn(delta_cost - self.multipliers * self._log_gamma())  # (2)
         self._trained = False
         for gate in self.gates.values():
-            gate.worth = None
+            gate.credits.clear()
         self.num_steps += 1
         dead = self._remove(self.tolerance)  # (6)
         self._draw()
@@ -176,7 +176,7 @@ class Pruner:
     def _estimate(self, closure: Closure | None) -> Tensor:
         """loss(xi=1) - loss(xi=0) of every block, in nats of the mean loss; 0 for the removed ones."""
         gates = list(self.gates.values())
-        with frozen_statistics(self.model.modules()):
+        with frozen_statistics(self.model.modules() if closure else ()):
             values = list(self.estimator(gates, closure))
         if len(values) != len(gates):
             raise ValueError(f"The estimator returned {len(values)} values for {len(gates)} gates; one each.")
@@ -335,7 +335,8 @@ class Pruner:
         if state["finalized"] and not self.finalized:
             self._ungate()
         for name, gate in self.gates.items():
-            gate.xi, gate.worth = name in state["xi"], None
+            gate.xi = name in state["xi"]
+            gate.credits.clear()
         self._publish()
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from shallower.graphs import ancestors, chain, dependents, extract, is_identity, used
+from shallower.graphs import ancestors, chain, dependents, extract, is_identity, used, without_identities
 from shallower.residual import ChannelCopy, ZeroPad
 
 # Exact types: a subclass may do more, as a BatchNorm with a fused activation does.
@@ -62,7 +62,7 @@ class Block:
 
     def bypass(self, module: nn.Module) -> nn.Module:
         """What stays when the branch is gone: tail(skip(head(z))), over the very same children."""
-        graph = chain(self.head, self.skip, self.tail)
+        graph = without_identities(module, chain(self.head, self.skip, self.tail))
         if is_identity(graph):
             return nn.Identity()
         rest = fx.GraphModule(module, graph, class_name=f"Bypass{type(module).__name__}")

@@ -1,0 +1,294 @@
+"""The gate: two networks in one module, and what each costs."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shallower import Residual, split
+from shallower.gate import Gate, attach, detach
+
+
+class Double(nn.Module):
+    """branch(z) = w z with w = 2, so every expected value can be worked out by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(2.0))
+        self.runs: list[bool] = []
+
+    def forward(self, z: Tensor) -> Tensor:
+        self.runs.append(torch.is_grad_enabled())
+        return self.w * z
+
+
+def gated(module: nn.Module, *, xi: bool = True, theta: float = 0.75) -> Gate:
+    gate = attach(module, split(module, name="block"), theta)
+    gate.xi = xi
+    return gate
+
+
+def worth(module: nn.Module, gate: Gate, z: Tensor) -> Tensor:
+    """Of the loss sum(z_next)."""
+    gate.credits.clear()
+    module(z).sum().backward()
+    assert gate.worth is not None
+    return gate.worth
+
+
+def bottleneck(**options: nn.Module) -> Residual:
+    torch.manual_seed(0)
+    branch = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    return Residual(branch, **options)
+
+
+def test_an_open_gate_is_the_module_itself():
+    module, z = bottleneck(tail=nn.ReLU()), torch.randn(2, 4, 5, 5)
+    expected = copy.deepcopy(module)(z)
+    gated(module)
+    assert torch.equal(module(z), expected)
+
+
+def test_a_closed_gate_is_tail_of_skip():
+    module, z = Residual(Double(), skip=nn.Linear(3, 3), tail=nn.ReLU()), torch.randn(2, 3)
+    gated(module, xi=False)
+    assert torch.equal(module(z), torch.relu(module.skip(z)))
+
+
+def test_evaluation_runs_the_mean_network():
+    module = Residual(Double()).eval()
+    gated(module, theta=0.25)
+    assert_close(module(torch.tensor([4.0])), torch.tensor([4.0 + 0.25 * 8.0]))
+
+
+@pytest.mark.parametrize("xi", [True, False])
+def test_the_estimate_is_gradient_times_branch_open_or_closed(xi):
+    """loss = z + xi * 2 z, so loss(1) - loss(0) = 2 z."""
+    module = Residual(Double())
+    gate = gated(module, xi=xi)
+    assert_close(worth(module, gate, torch.tensor([3.0, 1.0])), torch.tensor(8.0))
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        nn.Linear(5, 3),
+        nn.Linear(5, 3, bias=False),
+        nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)),
+        nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3)),
+        nn.Sequential(nn.Linear(5, 3), nn.Identity()),
+    ],
+)
+def test_the_free_estimate_equals_the_dot_product(last):
+    """Euler's identity: sum(p.grad * p) over the last affine map is <dloss/dbranch, branch>."""
+    torch.manual_seed(1)
+    module = Residual(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), last), skip=nn.Linear(3, 3), tail=nn.Tanh())
+    for p in module.parameters():
+        nn.init.normal_(p)
+    gate, z = gated(module), torch.randn(7, 3)
+    assert gate.free
+    free = worth(module, gate, z)
+    gate.free = False
+    gate.release()
+    watched = worth(module, gate, z)
+    assert_close(free, watched)
+    assert free.abs() > 1e-3
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_frozen_last_layer_is_watched_instead(frozen):
+    module = Residual(nn.Linear(3, 3))
+    getattr(module.branch, frozen).requires_grad_(False)
+    gate, z = gated(module), torch.randn(2, 3)
+    assert not gate.free
+    assert_close(worth(module, gate, z), module.branch(z).sum())
+
+
+def test_a_convolution_ends_a_branch_as_well():
+    module, z = bottleneck(), torch.randn(2, 4, 5, 5)
+    gate = gated(module)
+    assert gate.free
+    expected = copy.deepcopy(module.branch)(z).sum()  # the loss is the sum, so the gradient is one everywhere
+    assert_close(worth(module, gate, z), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_closed_gate_runs_its_branch_forward_only_and_leaves_no_gradient():
+    module = Residual(Double())
+    gate = gated(module, xi=False)
+    worth(module, gate, torch.tensor([3.0]))
+    assert module.branch.runs == [False]
+    assert module.branch.w.grad is None
+
+
+def test_a_closed_gate_without_gradients_does_not_run_its_branch_at_all():
+    module = Residual(Double())
+    gated(module, xi=False)
+    with torch.no_grad():
+        module(torch.tensor([3.0]))
+    assert module.branch.runs == []
+
+
+def test_a_closed_gate_leaves_batch_statistics_untouched_and_an_open_one_does_not():
+    module, z = bottleneck(), torch.randn(2, 4, 5, 5)
+    before = copy.deepcopy(module.state_dict())
+    gate = gated(module, xi=False)
+    module(z).sum().backward()
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+    assert module.branch[1].track_running_stats
+    gate.xi = True
+    module(z)
+    assert module.state_dict()["branch.1.num_batches_tracked"] == 1
+
+
+def test_the_gradient_of_a_closed_gate_passes_unchanged():
+    z = torch.randn(2, 3, requires_grad=True)
+    module = Residual(nn.Linear(3, 3), tail=nn.Tanh())
+    gated(module, xi=False)
+    module(z).sum().backward()
+    assert_close(z.grad, 1 - torch.tanh(z) ** 2)
+
+
+def test_estimates_of_micro_batches_add_up():
+    """Half the loss on each half of the batch: the same estimate as the whole."""
+    module, z = bottleneck(), torch.randn(4, 4, 5, 5)
+    module.branch[1].eval()
+    for xi in (True, False):
+        gate = gated(module, xi=xi)
+        whole = worth(module, gate, z)
+        gate.credits.clear()
+        for half in z.chunk(2):
+            module(half).sum().backward()
+        assert_close(gate.worth, whole, rtol=1e-4, atol=1e-4)
+        detach(module)
+
+
+def test_clipping_after_the_backward_pass_does_not_reach_the_estimate():
+    module, z = Residual(nn.Linear(3, 3)), torch.randn(2, 3)
+    gate, expected = gated(module), module.branch(z).sum().detach()
+    module(z).sum().backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-6)
+    with torch.no_grad():
+        module.branch.weight.zero_()
+    assert_close(gate.worth, expected)
+
+
+def test_a_tail_that_works_in_place_does_not_overwrite_the_input():
+    module = Residual(nn.Linear(3, 3), tail=nn.ReLU(inplace=True))
+    gated(module, xi=False)
+    z = torch.tensor([[-1.0, 2.0, -3.0]])
+    module(z).sum().backward()
+    assert torch.equal(z, torch.tensor([[-1.0, 2.0, -3.0]]))
+
+
+def test_gating_changes_no_name_and_detaching_leaves_no_trace():
+    module = bottleneck(skip=nn.Conv2d(4, 4, 1))
+    kind, attributes = type(module), set(vars(module))
+    state, parameters = list(module.state_dict()), dict(module.named_parameters())
+    gated(module)
+    assert isinstance(module, kind)
+    assert list(module.state_dict()) == state
+    assert {n: id(p) for n, p in module.named_parameters()} == {n: id(p) for n, p in parameters.items()}
+    detach(module)
+    assert type(module) is kind
+    assert set(vars(module)) == attributes
+    assert all(not p._backward_hooks for p in module.parameters())
+
+
+def test_theta_is_a_buffer_and_no_parameter():
+    module = Residual(nn.Linear(3, 3))
+    gated(module)
+    assert [n for n, _ in module.named_buffers()] == ["shallower_gate.theta"]
+    assert all("theta" not in n for n, _ in module.named_parameters())
+    assert all("theta" not in n for n in module.state_dict())
+
+
+def test_plain_checkpoints_load_into_a_gated_module_and_back():
+    plain, module = bottleneck(), bottleneck()
+    gated(module)
+    nn.init.ones_(plain.branch[0].weight)
+    module.load_state_dict(plain.state_dict())
+    assert torch.equal(module.branch[0].weight, plain.branch[0].weight)
+    bottleneck().load_state_dict(module.state_dict())
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_copy_of_a_gated_module_computes_the_same_and_stands_alone(way, training):
+    module, z = bottleneck(tail=nn.ReLU()), torch.randn(2, 4, 5, 5)
+    gated(module, xi=False, theta=0.3)
+    module.train(training)
+    if way == "deepcopy":
+        other = copy.deepcopy(module)
+    elif way == "pickle":
+        other = pickle.loads(pickle.dumps(module))
+    else:
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        assert_close(other(z), module(z))
+        nn.init.zeros_(other.branch[3].weight)
+        assert module.branch[3].weight.any()
+
+
+def test_a_child_that_is_exchanged_after_gating_counts():
+    module = Residual(nn.Linear(3, 3)).eval()
+    gated(module, theta=1.0)
+    module.branch = nn.Identity()
+    assert_close(module(torch.ones(1, 3)), 2 * torch.ones(1, 3))
+
+
+def test_mixed_precision_keeps_the_type_and_the_estimate():
+    module, z = Residual(nn.Linear(8, 8)), torch.randn(4, 8)
+    gate = gated(module)
+    exact = worth(module, gate, z)
+    gate.credits.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = module(z).sum()
+    loss.backward()
+    assert_close(gate.worth, exact, rtol=0.05, atol=0.05)
+    assert module.half().eval()(z.half()).dtype == torch.float16
+
+
+def test_a_block_with_other_arguments_than_it_was_split_with_is_refused():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return x + self.linear(x if mask is None else x * mask)
+
+    module = Masked()
+    gated(module, xi=False)
+    z = torch.ones(1, 2)
+    assert torch.equal(module(x=z), module(z))
+    with pytest.raises(TypeError, match="a function of 'x' alone"):
+        module(z, mask=torch.zeros(2))
+
+
+def test_a_block_on_the_very_input_is_estimated_when_closed():
+    """Nothing before the sum requires a gradient, yet the gradient must reach it."""
+    module = Residual(nn.Linear(3, 3))
+    gate = gated(module, xi=False)
+    z = torch.randn(2, 3)
+    module(z).sum().backward()
+    assert_close(gate.worth, module.branch(z).sum())
+
+
+def test_activation_checkpointing_sees_the_same_network_twice():
+    from torch.utils.checkpoint import checkpoint
+
+    module, z = bottleneck(), torch.randn(2, 4, 5, 5, requires_grad=True)
+    for xi in (True, False):
+        gate = gated(module, xi=xi)
+        plain = worth(module, gate, z)
+        gate.credits.clear()
+        checkpoint(module, z, use_reentrant=False).sum().backward()
+        assert_close(gate.worth, plain, rtol=1e-4, atol=1e-4)
+        detach(module)
