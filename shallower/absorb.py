@@ -16,12 +16,12 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from shallower import optim
-from shallower.flow import ChannelMap, Flow, NoFlow, inline, is_neutral, is_relu, is_transparent, map_of
+from shallower.flow import Flow, NoFlow, inline
 from shallower.graphs import chain, is_identity, replace
+from shallower.operations import ChannelMap, is_layer, is_neutral, is_relu, is_transparent, map_of
 from shallower.split import Block
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class _Surgery:
                 paths = find(name)
                 layers = [_layer(self.model, path) for path in paths]
                 folded = compute(layers, bypass)
+                _check_size(layers, bypass, folded)
             except NoFlow as no:
                 reasons.append(str(no))
                 continue
@@ -124,6 +125,8 @@ class _Surgery:
     def _fold_map(self, name: str, graph: fx.Graph, maps: list[fx.Node]) -> str:
         channel_maps = [cast(ChannelMap, map_of(n)) for n in maps]
         readers = self.flow.readers(self.flow.node(name), passes=is_transparent, channels=True)
+        if readers.blurred and any(m.copies == 1 for m in channel_maps):
+            raise NoFlow(f"{min(readers.blurred)} reads it behind an unknown number of pixels")
         new = [
             (_layer(self.model, path), _thinned(_layer(self.model, path), channel_maps))
             for path in readers.paths
@@ -137,7 +140,7 @@ class _Surgery:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
         rest = nn.Identity() if is_identity(graph) else fx.GraphModule(self.model.get_submodule(name), graph)
-        replace(self.model, name, rest.train(self.model.training))
+        replace(self.model, name, rest)
         return " and ".join(readers.paths)
 
     def _with_map_on_skip(self, name: str, maps: list[fx.Node]) -> nn.Module:
@@ -157,7 +160,7 @@ class _Surgery:
             skip=chain(_maps_graph(maps), block.skip),
             tail=block.tail,
         )
-        return fx.GraphModule(module, whole, class_name=type(module).__name__).train(module.training)
+        return fx.GraphModule(module, whole, class_name=type(module).__name__)
 
     # -- writing weights --------------------------------------------------------------------------
 
@@ -167,7 +170,7 @@ class _Surgery:
         if new.bias is not None and layer.bias is not None:
             _write(layer.bias, new.bias, self.optimizer)
         elif new.bias is not None:
-            layer.bias = nn.Parameter(new.bias.to(layer.weight))
+            layer.bias = nn.Parameter(new.bias.to(layer.weight), layer.weight.requires_grad)
             if self.optimizer is not None:
                 optim.adopt(self.optimizer, layer.bias, like=layer.weight)
         for attribute, value in new.attributes.items():
@@ -184,7 +187,11 @@ class _Folded:
 
 
 def _write(parameter: Tensor, value: Tensor, optimizer: Optimizer | None) -> None:
-    parameter.data = value.to(parameter).contiguous()
+    other = parameter.detach()
+    # A graph that is still alive, as of the last loss, holds on to the old shape of `parameter` as the shape
+    # of its gradient, unless the type changes on the way.
+    parameter.data = parameter.data.to(torch.float64 if parameter.dtype != torch.float64 else torch.float32)
+    parameter.data = value.to(other).contiguous()
     parameter.grad = None
     if optimizer is not None:
         optimizer.state.pop(parameter, None)
@@ -210,10 +217,10 @@ def _maps_graph(maps: list[fx.Node]) -> fx.Graph:
 
 def _is_linear_map(module: nn.Module, node: fx.Node) -> bool:
     layer = module.get_submodule(str(node.target))
-    if type(layer) is nn.Linear:
-        return True
-    if not isinstance(layer, LAYERS) or isinstance(layer, nn.Linear):
+    if not is_layer(layer):
         return False
+    if not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return True
     pointwise = all(k == 1 for k in layer.kernel_size) and layer.groups == 1
     return pointwise and (not isinstance(layer.padding, str) and all(p == 0 for p in layer.padding))
 
@@ -233,6 +240,14 @@ def _same_kind(layer: Layer, bypass: Layer) -> None:
         raise NoFlow("the neighbouring convolution has groups")
 
 
+def _check_size(layers: Sequence[Layer], bypass: Layer, folded: Sequence["_Folded"]) -> None:
+    """A narrow map between wide layers takes fewer parameters than their product."""
+    before = sum(p.numel() for layer in (*layers, bypass) for p in layer.parameters())
+    after = sum(new.weight.numel() + (0 if new.bias is None else new.bias.numel()) for new in folded)
+    if after > before:
+        raise NoFlow(f"it would take {after} parameters to do without it instead of {before}")
+
+
 def _into_readers(layers: Sequence[Layer], bypass: Layer) -> list[_Folded]:
     return [_after(layer, bypass) for layer in layers]
 
@@ -249,11 +264,12 @@ def _after(layer: Layer, bypass: Layer) -> _Folded:
     """`layer` of `bypass`, as one layer.                                                            (7)"""
     _same_kind(layer, bypass)
     weight, bias, b3 = layer.weight.detach().double(), _offset(layer), _offset(bypass)
+    b3 = None if b3 is None or not b3.any() else b3
     new = torch.einsum("oc...,cd->od...", weight, _matrix(bypass))
     attributes: dict[str, Any] = {"in_features": new.shape[1]}
     if not isinstance(layer, nn.Linear):
         attributes = {"in_channels": new.shape[1], **_strided(layer, bypass)}
-        if b3 is not None and bool(b3.any()) and _pads(layer):
+        if b3 is not None and _pads(layer):
             raise NoFlow("its bias would be missing in the border that the next convolution pads with zeros")
     if b3 is not None:
         shift = weight.flatten(1).unflatten(1, (weight.shape[1], -1)).sum(2) @ b3
@@ -269,6 +285,8 @@ def _before(layer: Layer, bypass: Layer) -> _Folded:
     attributes: dict[str, Any] = {"out_features": new.shape[0]}
     if not isinstance(layer, nn.Linear) and not isinstance(bypass, nn.Linear):
         stride = tuple(a * b for a, b in zip(layer.stride, bypass.stride, strict=True))
+        if layer.padding == "same" and stride != layer.stride:
+            raise NoFlow('padding="same" allows no stride')
         attributes = {"out_channels": new.shape[0], "stride": stride}
     return _Folded(new, None if bias is None else matrix @ bias, attributes)
 

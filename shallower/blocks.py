@@ -8,7 +8,7 @@ from torch import nn
 from shallower.gate import Gated
 from shallower.split import Block, NotResidual, split
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (nn.Sequential.forward, nn.Module.forward)  # a forward that only chains, and none at all
 
 
 class Survey(NamedTuple):
@@ -51,7 +51,7 @@ def survey(model: nn.Module) -> Survey:
 def _candidate(module: nn.Module) -> bool:
     bare = type(module).__module__.startswith("torch.nn.") and not any(module.children())
     attention = isinstance(module, nn.MultiheadAttention)
-    return not (bare or attention or isinstance(module, CONTAINERS)) and any(
+    return not (bare or attention or type(module).forward in CONTAINERS) and any(
         True for _ in module.parameters()
     )
 

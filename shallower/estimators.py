@@ -58,6 +58,9 @@ def flip(gates: Sequence[Gate], closure: Closure | None = None) -> list[Tensor]:
     return differences
 
 
+flip.reads_worth = False  # type: ignore[attr-defined]  # gates need not watch the backward pass for it
+
+
 @contextmanager
 def _recording(gates: Sequence[Gate], calls: list[tuple[Gate, Tensor]]) -> Iterator[None]:
     for gate in gates:

@@ -41,9 +41,10 @@ class Gate(nn.Module):
 
     theta: Tensor  # the rate of survival, in [0, 1]; a buffer, so that no weight optimiser sees it
 
-    def __init__(self, block: Block, module: nn.Module, theta: float) -> None:
+    def __init__(self, block: Block, module: nn.Module, theta: float, *, watching: bool = True) -> None:
         super().__init__()
         self.name = block.name
+        self.watching = watching  # whether `worth` is wanted; if not, a closed gate runs nothing
         self.register_buffer("theta", torch.tensor(theta, device=_device(module)), persistent=False)
         self.xi = True
         self.credits: list[Tensor] = []
@@ -60,7 +61,7 @@ class Gate(nn.Module):
         self.ready = True
         self.free = bool(last) and all(p.requires_grad for p in last)
         self._handles: list[RemovableHandle] = []
-        if self.free:
+        if self.free and self.watching:
             self._handles = [p.register_hook(partial(self._read, p)) for p in last]
 
     def release(self) -> None:
@@ -85,9 +86,10 @@ class Gate(nn.Module):
             return self.replay.popleft()
         if len(args) + len(kwargs) != 1 or not kwargs.keys() <= {self.input}:
             raise TypeError(
-                f"The block {self.name!r} was called with {len(args)} arguments and the keywords {list(kwargs)}, "
-                f"but it was split into skip and branch as a function of {self.input!r} alone, every other "
-                "argument at its default. Call it so, or leave the block out: `Pruner(..., blocks=[...])`."
+                f"The block {self.name!r} was called with {len(args)} arguments and the keywords "
+                f"{list(kwargs)}, but it was split into skip and branch as a function of {self.input!r} "
+                "alone, every other argument at its default. Call it so, or leave the block out: "
+                "`Pruner(..., blocks=[...])`."
             )
         (z,) = (*args, *kwargs.values())
         out = self._forward(module, whole, z)
@@ -96,8 +98,8 @@ class Gate(nn.Module):
         return out
 
     def _forward(self, module: nn.Module, whole: Whole, z: Tensor) -> Tensor:
-        learning = torch.is_grad_enabled()
-        if self.training and self.xi and (self.free or not learning):
+        watching = self.watching and torch.is_grad_enabled()
+        if self.training and self.xi and (self.free or not watching):
             return whole(z)  # open: the module as its author wrote it
         z = self.head(module, z)
         if not self.training:
@@ -105,7 +107,7 @@ class Gate(nn.Module):
         if self.xi:
             branch = self.branch(module, z)
             return self.tail(module, Watch.apply(self.skip(module, z) + branch, branch, _anchor(), self))
-        if not learning:
+        if not watching:
             return self.tail(module, self.skip(module, z))
         with torch.no_grad(), frozen_statistics(self.norms):
             idle = self.branch(module, z)
@@ -200,9 +202,9 @@ def _empty(cls: type[nn.Module]) -> nn.Module:
     return gated.__new__(gated)
 
 
-def attach(module: nn.Module, block: Block, theta: float) -> Gate:
+def attach(module: nn.Module, block: Block, theta: float, *, watching: bool = True) -> Gate:
     """Gate `module` in place."""
-    gate = Gate(block, module, theta).train(module.training)
+    gate = Gate(block, module, theta, watching=watching).train(module.training)
     module.add_module(ATTRIBUTE, gate)
     module.__class__ = _gated(type(module))
     return gate

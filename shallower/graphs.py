@@ -1,9 +1,74 @@
-"""torch.fx graphs as parts of a module: cut out, chained, and run over the module's own children."""
+"""torch.fx graphs as parts of a module: traced, cut out, chained, and run over the module's own children."""
 
+import inspect
+import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+
+# -- tracing ------------------------------------------------------------------------------------------
+
+
+class Untraceable(ValueError):
+    """Why torch.fx cannot follow a module's forward, or would freeze what changes from call to call."""
+
+
+def trace_modes(module: nn.Module, tracer: Callable[[], fx.Tracer]) -> tuple[fx.Graph, fx.Graph]:
+    """The graphs of `forward` in training and in evaluation; the module is left as it was."""
+    if "forward" in vars(module):
+        raise Untraceable("its forward was replaced on this one instance, where torch.fx does not look")
+    modes = {m: m.training for m in module.modules()}
+    graphs = []
+    try:
+        for mode in (True, False):
+            for m in modes:
+                m.training = mode
+            with _without_dice():
+                graphs.append(tracer().trace(_shadow(module), concrete_args=defaults(module)))
+    except Untraceable:
+        raise
+    except Exception as error:  # torch.fx lets through whatever a user's forward raises on a symbolic input
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise Untraceable(f"torch.fx cannot trace its forward ({reason})") from error
+    finally:
+        for m, mode in modes.items():
+            m.training = mode
+    if any(node.op == "get_attr" and "_tensor_constant" in str(node.target) for node in graphs[0].nodes):
+        raise Untraceable("its forward makes a tensor, which tracing would freeze; register it as a buffer")
+    return graphs[0], graphs[1]
+
+
+def defaults(module: nn.Module) -> dict[str, Any]:
+    """The arguments of `forward` that have a default, to be fixed at it."""
+    arguments = inspect.signature(module.forward).parameters.values()
+    return {p.name: p.default for p in arguments if p.default is not p.empty}
+
+
+def _shadow(module: nn.Module) -> nn.Module:
+    """`module` over the same children and parameters; what a forward writes to itself is written here."""
+    shadow = object.__new__(type(module))
+    vars(shadow).update(vars(module))
+    vars(shadow)["_buffers"] = {n: b if b is None else b.clone() for n, b in module._buffers.items()}
+    return shadow
+
+
+@contextmanager
+def _without_dice() -> Iterator[None]:
+    before = torch.get_rng_state(), random.getstate()
+    try:
+        yield
+        drawn = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+    if drawn:
+        raise Untraceable("its forward draws random numbers, which tracing would freeze")
+
+
+# -- parts --------------------------------------------------------------------------------------------
 
 
 def dependents(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
@@ -57,7 +122,7 @@ def without_identities(module: nn.Module, part: fx.Graph) -> fx.Graph:
     """`part` less the calls of `nn.Identity` and of empty `nn.Sequential`s."""
     for node in list(part.nodes):
         child = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(child, nn.Identity) or (type(child) is nn.Sequential and len(child) == 0):
+        if type(child) is nn.Identity or (type(child) is nn.Sequential and len(child) == 0):
             node.replace_all_uses_with(node.args[0])
             part.erase_node(node)
     return part
@@ -79,16 +144,29 @@ def targets(part: fx.Graph) -> Iterator[str]:
     return (str(node.target) for node in part.nodes if node.op in ("call_module", "get_attr"))
 
 
+def uses(module: nn.Module, part: fx.Graph) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of `module` that `part` uses, as often as it uses them."""
+    everything = list(module.named_parameters(remove_duplicate=False))
+    return [(n, p) for t in targets(part) for n, p in everything if n == t or n.startswith(f"{t}.")]
+
+
 def used(module: nn.Module, part: fx.Graph) -> dict[str, nn.Parameter]:
-    """The parameters of `module` that `part` uses, by name."""
-    names = set(targets(part))
-    return {n: p for n, p in module.named_parameters() if any(n == t or n.startswith(f"{t}.") for t in names)}
+    """The parameters of `module` that `part` uses, by name; each once, though it have two names."""
+    once: dict[nn.Parameter, str] = {}
+    for name, parameter in uses(module, part):
+        once.setdefault(parameter, name)
+    return {name: parameter for parameter, name in once.items()}
 
 
 def used_modules(module: nn.Module, part: fx.Graph) -> Iterable[nn.Module]:
     """The modules, at every depth, that `part` runs."""
     called = [str(node.target) for node in part.nodes if node.op == "call_module"]
     return {m: None for name in called for m in module.get_submodule(name).modules()}
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether `module` runs its children one after the other, and does nothing else."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -112,7 +112,10 @@ class Pruner:
         }
         self._sizes = [sum(p.numel() for p in self._prunable[name]) for name in self.names]
         # Everything is checked; from here on the model changes.
-        self.gates = {n: attach(model.get_submodule(n), b, theta) for n, b in self.blocks.items()}
+        watching = getattr(estimator, "reads_worth", True)
+        self.gates = {
+            n: attach(model.get_submodule(n), b, theta, watching=watching) for n, b in self.blocks.items()
+        }
         self.events: list[Removal] = []
         self.absorption: Absorption | None = None
         self.num_steps, self.finalized, self.finished = 0, False, False

@@ -18,23 +18,39 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from shallower.graphs import ancestors, chain, dependents, extract, is_identity, used, without_identities
+from shallower.graphs import (
+    Untraceable,
+    ancestors,
+    chain,
+    dependents,
+    extract,
+    is_identity,
+    is_sequential,
+    trace_modes,
+    used,
+    uses,
+    without_identities,
+)
 from shallower.residual import ChannelCopy, ZeroPad
 
 # Exact types: a subclass may do more, as a BatchNorm with a fused activation does.
 CONVOLUTIONS = {nn.Conv1d, nn.Conv2d, nn.Conv3d}
 NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm}
 AFFINE = {nn.Linear, *CONVOLUTIONS, *NORMS}
+# They may hand on their very input, as dropout does in evaluation.
+VIEWS = {nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Flatten}
 TRANSPARENT = {
-    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AvgPool1d, nn.AvgPool2d),
-    *(nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.Flatten),
+    *(*VIEWS, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
 }
 LINEAR_MODULES = AFFINE | TRANSPARENT | {ChannelCopy, ZeroPad, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d}
+IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 LINEAR_CALLS = {
     *(*SUMS, operator.getitem, operator.mul, torch.mul, torch.cat, torch.concat, F.pad, F.avg_pool2d),
     *("repeat", "contiguous", "clone", "mul"),
 }
+REWRITE = "write the block as `shallower.Residual(branch, skip, tail)`"
 
 
 class NotResidual(ValueError):
@@ -65,8 +81,7 @@ class Block:
         graph = without_identities(module, chain(self.head, self.skip, self.tail))
         if is_identity(graph):
             return nn.Identity()
-        rest = fx.GraphModule(module, graph, class_name=f"Bypass{type(module).__name__}")
-        return rest.train(module.training)
+        return fx.GraphModule(module, graph, class_name=f"Bypass{type(module).__name__}")
 
 
 class _OwnForward(fx.Tracer):
@@ -80,66 +95,68 @@ def split(module: nn.Module, *, name: str = "") -> Block:
     """Split one residual module by (1), or raise `NotResidual` with the reason and what to do."""
     if any(is_lazy(p) for p in module.parameters()):
         raise NotResidual("it has uninitialised lazy parameters; run one batch through the model first")
-    graph = _trace_both_modes(module)
-    source = next(node for node in graph.nodes if node.op == "placeholder")
+    graph = _trace(module)
+    source, *others = (node for node in graph.nodes if node.op == "placeholder")
     value = next(node for node in graph.nodes if node.op == "output").args[0]
-    if not isinstance(value, fx.Node):
-        raise NotResidual("it returns something other than one tensor; return the sum itself", near=False)
     depends = dependents(graph, source)
+    near = any(_is_sum(node, depends) for node in graph.nodes)
+    if not isinstance(value, fx.Node):
+        raise NotResidual("it returns something other than one tensor; return the sum itself", near=near)
+    _check_in_place(module, graph, value, near)
     total = _last_sum(graph, source, value, depends)
     skip, branch, start = _operands(module, graph, total, depends)
-    _check_in_place(module, graph, {source, start})
+    if ancestors(value) & set(others):
+        raise NotResidual(f"its forward reads more than one input ({others[0].target}); {REWRITE}")
+    _check_shared(module, graph, {source, start}, total)
+    tail = ancestors(value, stop=total) - {total}
     return Block(
         name=name,
         head=extract(graph, source, start),
         branch=extract(graph, start, branch),
         skip=extract(graph, start, skip),
-        tail=extract(graph, total, value, copy=_tail_in_place(module, total)),
+        # A tail that overwrites the sum must not overwrite the block's input when only the skip is left.
+        tail=extract(graph, total, value, copy=any(_overwritten(module, node) for node in tail)),
     )
 
 
-def _trace_both_modes(module: nn.Module) -> fx.Graph:
+def _trace(module: nn.Module) -> fx.Graph:
     """The graph of `forward`; it must not depend on `self.training`, which tracing would freeze."""
-    modes = {m: m.training for m in module.modules()}
+    _, *rest = inspect.signature(module.forward).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if required := [p.name for p in rest if p.default is p.empty and p.kind not in variadic]:
+        raise NotResidual(f"its forward needs more than one input ({', '.join(required)}); {REWRITE}")
     try:
-        graphs = []
-        for mode in (True, False):
-            for m in modes:
-                m.training = mode
-            graphs.append(_OwnForward().trace(module, concrete_args=defaults(module)))
-    except Exception as error:  # torch.fx lets through whatever a user's forward raises on a symbolic input
-        raise NotResidual(
-            f"torch.fx cannot trace its forward ({type(error).__name__}: {str(error).splitlines()[0]}); "
-            "write the block as `shallower.Residual(branch, skip, tail)`"
-        ) from error
-    finally:
-        for m, mode in modes.items():
-            m.training = mode
-    train, evaluate = (graph.python_code("self").src for graph in graphs)
-    if train != evaluate:
+        train, evaluate = trace_modes(module, _OwnForward)
+    except Untraceable as no:
+        raise NotResidual(f"{no}; {REWRITE}") from no
+    if train.python_code("self").src != evaluate.python_code("self").src:
         raise NotResidual(
             "its forward depends on `self.training`, which tracing would freeze; "
             "use modules that know their mode, such as `nn.Dropout` for `F.dropout`"
         )
-    return graphs[0]
+    for graph_sum in [node for node in train.nodes if node.kwargs.get("alpha", 1) != 1]:
+        _write_out_alpha(train, graph_sum)
+    return train
 
 
-def defaults(module: nn.Module) -> dict[str, Any]:
-    """Arguments after the first are fixed at their defaults; a gate refuses calls that set them."""
-    _, *rest = inspect.signature(module.forward).parameters.values()
-    required = [p.name for p in rest if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    if required:
-        raise TypeError(f"forward needs more than one input ({', '.join(required)})")
-    return {p.name: p.default for p in rest if p.default is not p.empty}
+def _write_out_alpha(graph: fx.Graph, node: fx.Node) -> None:
+    """a + alpha * b, as a sum and a product."""
+    if node.target in SUMS and len(terms := _terms(node)) == 2:
+        with graph.inserting_before(node):
+            scaled = graph.call_function(operator.mul, (terms[1], node.kwargs["alpha"]))
+        node.args, node.kwargs = (terms[0], scaled), {}
+
+
+def _terms(node: fx.Node) -> list[Any]:
+    return [*node.args, *(node.kwargs[name] for name in ("input", "other") if name in node.kwargs)]
 
 
 def _is_sum(node: fx.Node, depends: set[fx.Node]) -> bool:
     return (
         node.op in ("call_function", "call_method")
         and node.target in SUMS
-        and len(node.args) == 2
-        and bool(node.kwargs.get("alpha", 1) == 1)
-        and all(isinstance(arg, fx.Node) and arg in depends for arg in node.args)
+        and len(_terms(node)) == 2
+        and all(isinstance(term, fx.Node) and term in depends for term in _terms(node))
     )
 
 
@@ -150,10 +167,7 @@ def _last_sum(graph: fx.Graph, source: fx.Node, value: fx.Node, depends: set[fx.
         raise NotResidual("it computes no sum of two functions of its input", near=False)
     through = [node for node in sums if source not in ancestors(value, stop=node)]
     if not through:
-        raise NotResidual(
-            "its output depends on more than its last sum; "
-            "write the block as `shallower.Residual(branch, skip, tail)`"
-        )
+        raise NotResidual(f"its output depends on more than its last sum; {REWRITE}")
     return through[-1]
 
 
@@ -161,16 +175,13 @@ def _operands(
     module: nn.Module, graph: fx.Graph, total: fx.Node, depends: set[fx.Node]
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Which operand of the sum is the skip, which the branch, and the value where both start."""
-    left, right = (arg for arg in total.args if isinstance(arg, fx.Node))
+    left, right = _terms(total)
     behind = {node: ancestors(node) & depends for node in (left, right)}
     shared = behind[left] & behind[right]
     fork = {n for n in shared if n in (left, right) or any(u in depends - shared for u in n.users)}
     fork = {n for n in fork if n in (left, right) or any(u in behind[left] | behind[right] for u in n.users)}
     if len(fork) != 1 or left is right:
-        raise NotResidual(
-            "its skip and its branch share more than their input; "
-            "write the block as `shallower.Residual(branch, skip, tail)`"
-        )
+        raise NotResidual(f"its skip and its branch share more than their input; {REWRITE}")
     (start,) = fork
     if any(_is_sum(node, depends) for node in ancestors(start)):
         raise NotResidual(
@@ -198,8 +209,7 @@ def _which_is_skip(
     if len(by_kind) == 2 and sizes[by_size[0]] < sizes[by_size[1]]:
         return by_size[0]
     raise NotResidual(
-        f"it cannot be told which operand of its sum is the skip ({left} or {right}); "
-        "write the block as `shallower.Residual(branch, skip, tail)`"
+        f"it cannot be told which operand of its sum is the skip ({left} or {right}); {REWRITE}"
     )
 
 
@@ -213,39 +223,51 @@ def _is_linear(module: nn.Module, part: fx.Graph) -> bool:
 
 
 def _is_linear_module(module: nn.Module) -> bool:
-    if isinstance(module, nn.Sequential):
-        return all(map(_is_linear_module, module))
+    if is_sequential(module):
+        return all(map(_is_linear_module, module.children()))
     return type(module) in LINEAR_MODULES
 
 
 # -- operations in place ------------------------------------------------------------------------------
 
 
-def _in_place(module: nn.Module, node: fx.Node) -> bool:
-    """Whether `node` overwrites its first argument."""
+def _overwritten(module: nn.Module, node: fx.Node) -> fx.Node | None:
+    """The value that `node` overwrites, if it works in place."""
     if node.op == "call_module":
-        child = module.get_submodule(str(node.target))
-        first = next(iter(child), child) if isinstance(child, nn.Sequential) else child
-        return bool(getattr(first, "inplace", False))
-    if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    named = getattr(node.target, "__name__", "")
-    by_name = node.op == "call_function" and (named.endswith("_") or named in ("iadd", "imul", "isub"))
-    return bool(by_name or node.kwargs.get("inplace") is True)
+        changes = (
+            leaf for leaf in _leaves(module.get_submodule(str(node.target))) if type(leaf) not in VIEWS
+        )
+        in_place = bool(getattr(next(changes, None), "inplace", False))
+    elif node.op == "call_method":
+        in_place = str(node.target).endswith("_") and not str(node.target).endswith("__")
+    elif node.op == "call_function":
+        named = getattr(node.target, "__name__", "")
+        in_place = named.endswith("_") or node.target in IN_PLACE or node.kwargs.get("inplace") is True
+    else:
+        return None
+    return node.all_input_nodes[0] if in_place and node.all_input_nodes else None
 
 
-def _check_in_place(module: nn.Module, graph: fx.Graph, shared: set[fx.Node]) -> None:
+def _check_in_place(module: nn.Module, graph: fx.Graph, value: fx.Node, near: bool) -> None:
+    """What is overwritten must be read under its new name: a graph does not know of the old one's change."""
+    needed, seen = ancestors(value), set()
     for node in graph.nodes:
-        first = next(iter(node.all_input_nodes), None)
-        if first in shared and len(first.users) > 1 and _in_place(module, node) and node.target not in SUMS:
+        seen.add(node)
+        old = _overwritten(module, node)
+        if old is not None and (node not in needed or not seen.issuperset(old.users)):
             raise NotResidual(
-                f"{node} overwrites in place a value that its skip also reads; set inplace=False there"
+                f"{node} overwrites {old} in place, which is read later; set inplace=False there"
             )
 
 
-def _tail_in_place(module: nn.Module, total: fx.Node) -> bool:
-    """A tail that overwrites the sum must not overwrite the block's input when only the skip is left."""
-    return any(_in_place(module, user) for user in total.users)
+def _check_shared(module: nn.Module, graph: fx.Graph, shared: set[fx.Node], total: fx.Node) -> None:
+    """Skip and branch run in any order, so neither may overwrite what both read."""
+    for node in graph.nodes:
+        old = _overwritten(module, node)
+        if old in shared and len(old.users) > 1 and node is not total:
+            raise NotResidual(
+                f"{node} overwrites in place a value that its skip also reads; set inplace=False there"
+            )
 
 
 # -- what a branch ends in -----------------------------------------------------------------------------
@@ -258,18 +280,27 @@ def linear_parameters(module: nn.Module, part: fx.Graph) -> list[nn.Parameter]:
     """
     value = next(node for node in part.nodes if node.op == "output").args[0]
     while isinstance(value, fx.Node) and value.op == "call_module":
-        for leaf in _leaves_backwards(module.get_submodule(str(value.target))):
-            if type(leaf) in AFFINE and not nn.utils.parametrize.is_parametrized(leaf):
-                return list(leaf.parameters())
+        for leaf in reversed(list(_leaves(module.get_submodule(str(value.target))))):
+            if type(leaf) in AFFINE:
+                return _once(module, part, leaf)
             if type(leaf) not in TRANSPARENT:
                 return []
         value = value.args[0]
     return []
 
 
-def _leaves_backwards(module: nn.Module) -> Iterator[nn.Module]:
-    if type(module) is nn.Sequential:
-        for child in reversed(module):
-            yield from _leaves_backwards(child)
+def _once(module: nn.Module, part: fx.Graph, leaf: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `leaf`, if they are its weight and bias and nothing else in `part` uses them."""
+    plain = {name for name, _ in leaf.named_parameters()} <= {"weight", "bias"}
+    times = [id(p) for _, p in uses(module, part)]
+    return (
+        list(leaf.parameters()) if plain and all(times.count(id(p)) == 1 for p in leaf.parameters()) else []
+    )
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    if is_sequential(module):
+        for child in module.children():
+            yield from _leaves(child)
     else:
         yield module

@@ -184,7 +184,9 @@ def test_first_order_approaches_flip_quadratically_as_the_last_layer_vanishes():
                 gate.credits.clear()
             F.cross_entropy(model(x), y).backward()
             exact = flip(gates, lambda: F.cross_entropy(model(x), y))  # noqa: B023
-            worst = max(worst, *(float((a - b).abs()) for a, b in zip(first_order(gates), exact, strict=True)))
+            worst = max(
+                worst, *(float((a - b).abs()) for a, b in zip(first_order(gates), exact, strict=True))
+            )
         errors.append(worst)
     assert errors[1] < errors[0] / 50  # 100 times smaller, up to terms of higher order
 

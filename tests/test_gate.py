@@ -132,6 +132,17 @@ def test_a_closed_gate_without_gradients_does_not_run_its_branch_at_all():
     assert module.branch.runs == []
 
 
+def test_a_gate_whose_worth_nobody_reads_runs_nothing_when_closed_and_hooks_nothing():
+    module = Residual(nn.Sequential(Double(), nn.Linear(1, 1)))
+    gate = attach(module, split(module, name="block"), 0.5, watching=False)
+    module(torch.ones(1, 1)).sum().backward()
+    gate.xi = False
+    module(torch.ones(1, 1, requires_grad=True)).sum().backward()
+    assert module.branch[0].runs == [True]
+    assert gate.worth is None
+    assert all(not p._backward_hooks for p in module.parameters())
+
+
 def test_a_closed_gate_leaves_batch_statistics_untouched_and_an_open_one_does_not():
     module, z = bottleneck(), torch.randn(2, 4, 5, 5)
     before = copy.deepcopy(module.state_dict())

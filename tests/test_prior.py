@@ -11,7 +11,16 @@ from scipy.optimize import minimize_scalar
 from torch.testing import assert_close
 
 from shallower import prior
-from shallower.prior import J, J_star, constant, linear_ramp, log_density, multiplier_vector, pi_star, schedule
+from shallower.prior import (
+    J,
+    J_star,
+    constant,
+    linear_ramp,
+    log_density,
+    multiplier_vector,
+    pi_star,
+    schedule,
+)
 
 thetas = st.floats(0.001, 0.999)
 log_gammas = st.floats(-20.0, -0.01)
@@ -100,7 +109,9 @@ def test_multipliers_are_one_unless_named():
     assert multiplier_vector(None, ["a"]).tolist() == [1.0]
 
 
-@pytest.mark.parametrize(("multipliers", "message"), [({"c": 2.0}, "no gated blocks"), ({"a": 0.0}, "positive")])
+@pytest.mark.parametrize(
+    ("multipliers", "message"), [({"c": 2.0}, "no gated blocks"), ({"a": 0.0}, "positive")]
+)
 def test_wrong_multipliers_are_refused(multipliers, message):
     with pytest.raises(ValueError, match=message):
         multiplier_vector(multipliers, ["a", "b"])

@@ -466,13 +466,15 @@ def test_a_loss_of_nan_stops_before_theta_moves():
     with pytest.raises(FloatingPointError, match="At step 2"):
         pruner.step()
     assert pruner.thetas == before
-    assert all(torch.equal(moments[0][k], v) for k, v in pruner.theta_optimizer.state_dict()["state"][0].items())
+    assert all(
+        torch.equal(moments[0][k], v) for k, v in pruner.theta_optimizer.state_dict()["state"][0].items()
+    )
 
 
 def test_a_schedule_that_turns_positive_is_refused():
     model, optimizer, pruner = started(log_gamma=lambda step: float(step - 1))
     train(model, optimizer, pruner, range(2))
-    with pytest.raises(ValueError, match="log_gamma=1.0 at step 2"):
+    with pytest.raises(ValueError, match=r"log_gamma=1\.0 at step 2"):
         train(model, optimizer, pruner, range(2, 3))
 
 
@@ -553,4 +555,6 @@ def test_a_finalised_run_resumes_without_gates():
 def test_the_public_names_are_these():
     assert shallower.__all__ == sorted(shallower.__all__)
     assert all(hasattr(shallower, name) for name in shallower.__all__)
-    assert {"Pruner", "find_blocks", "first_order", "flip", "linear_ramp", "constant"} <= set(shallower.__all__)
+    assert {"Pruner", "find_blocks", "first_order", "flip", "linear_ramp", "constant"} <= set(
+        shallower.__all__
+    )

@@ -78,7 +78,7 @@ def test_a_pruner_that_is_further_than_the_state_refuses_it():
 
 
 def test_a_state_is_a_snapshot_and_moves_with_nothing():
-    _, optimizer, pruner = started()
+    _, _, pruner = started()
     state = pruner.state_dict()
     rates = state["theta"].clone()
     pruner.theta.fill_(0.5)
