@@ -35,7 +35,7 @@ def enumerable(depth: int = 3) -> tuple[Callable[[], Tensor], list[Gate], Tensor
 
 
 def objective(costs: Tensor, theta: Tensor) -> Tensor:
-    """L(W, theta) without the weights' term: the expectation of the cost, eq. (12), minus |theta| log gamma."""
+    """L(W, theta) without the weights' term: the expected cost, minus |theta| log gamma."""
     for rate in theta:  # contracts one axis of the 2 x ... x 2 table after the other
         costs = (1 - rate) * costs[0] + rate * costs[1]
     return costs - theta.sum() * LOG_GAMMA
@@ -66,7 +66,7 @@ def test_the_objective_is_multilinear_so_no_interior_point_is_a_minimum():
 
 
 def test_the_slope_in_theta_is_c1_minus_c0_minus_log_gamma():
-    """Eq. (13) by automatic differentiation of the enumerated objective, and by conditioning on xi."""
+    """By automatic differentiation of the objective over all networks, and by conditioning on xi."""
     _, _, costs = enumerable()
     theta = torch.tensor([0.3, 0.6, 0.8], dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(objective(costs, theta), theta)
