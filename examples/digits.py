@@ -42,7 +42,7 @@ def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
 def train(task: Task, *, price: float | None, depth: int, epochs: int, finetune: int, seed: int) -> Outcome:
     """Train one network; with a price, prune it while it trains."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Flatten(), mlp(64, 64, depth, 10))
+    model = mlp(64, 64, depth, 10)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-4)
     loader = task.batches("train", 32, seed=seed)
     example, test = next(iter(loader))[0], next(iter(task.batches("test", len(task.test))))

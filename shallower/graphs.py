@@ -1,6 +1,7 @@
 """torch.fx graphs as parts of a module: traced, cut out, chained, and run over the module's own children."""
 
 import inspect
+import operator
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,11 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
+
 # -- tracing ------------------------------------------------------------------------------------------
 
 
 class Untraceable(ValueError):
     """Why torch.fx cannot follow a module's forward, or would freeze what changes from call to call."""
+
+
+class _Proxy(fx.Proxy):
+    """Also tells `x += y` from `x = x + y`, which torch.fx takes for the same."""
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda x, y: x.tracer.create_proxy("call_function", function, (x, y), {})
+
+
+for _function in IN_PLACE:
+    setattr(_Proxy, f"__{_function.__name__}__", _in_place(_function))
+
+
+class OwnForward(fx.Tracer):
+    """Traces a module's own `forward`; every child is one opaque call."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
 
 
 def trace_modes(module: nn.Module, tracer: Callable[[], fx.Tracer]) -> tuple[fx.Graph, fx.Graph]:
@@ -170,6 +195,7 @@ def is_sequential(module: nn.Module) -> bool:
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` at `name`."""
+    """Put `module` at `name`, in the mode of what stood there."""
+    module.training = model.get_submodule(name).training
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)

@@ -75,6 +75,11 @@ class Ledger:
         )
         self._open, self._thetas = self._draws(), self.pruner.thetas
 
+    def resume(self, load: Load) -> None:
+        """Go on from `load`, once the pruner has been resumed."""
+        self.load = load
+        self._open, self._thetas = self._draws(), self.pruner.thetas
+
     def _draws(self) -> dict[str, bool]:
         """The surviving blocks, and whether each is open now; after the end of pruning all are."""
         gates = self.pruner.gates

@@ -94,7 +94,7 @@ def is_transparent(module: nn.Module, node: fx.Node) -> bool:
 def is_relu(module: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
         return type(module.get_submodule(str(node.target))) is nn.ReLU
-    return node.target in (F.relu, torch.relu, torch.relu_, "relu", "relu_")
+    return node.op != "placeholder" and node.target in (F.relu, torch.relu, torch.relu_, "relu", "relu_")
 
 
 def ends_in_relu(module: nn.Module, graph: fx.Graph) -> bool:

@@ -19,6 +19,8 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from shallower.graphs import (
+    IN_PLACE,
+    OwnForward,
     Untraceable,
     ancestors,
     chain,
@@ -31,7 +33,7 @@ from shallower.graphs import (
     uses,
     without_identities,
 )
-from shallower.residual import ChannelCopy, ZeroPad
+from shallower.residual import ChannelCopy, Residual, ZeroPad
 
 # Exact types: a subclass may do more, as a BatchNorm with a fused activation does.
 CONVOLUTIONS = {nn.Conv1d, nn.Conv2d, nn.Conv3d}
@@ -43,8 +45,9 @@ TRANSPARENT = {
     *(*VIEWS, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
 }
+# Of degree one: h(a x) = a h(x) for a > 0, so Euler's identity reaches through them.
+HOMOGENEOUS = TRANSPARENT | {nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d}
 LINEAR_MODULES = AFFINE | TRANSPARENT | {ChannelCopy, ZeroPad, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d}
-IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 LINEAR_CALLS = {
     *(*SUMS, operator.getitem, operator.mul, torch.mul, torch.cat, torch.concat, F.pad, F.avg_pool2d),
@@ -84,13 +87,6 @@ class Block:
         return fx.GraphModule(module, graph, class_name=f"Bypass{type(module).__name__}")
 
 
-class _OwnForward(fx.Tracer):
-    """Traces a module's own `forward`; every child is one opaque call."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
 def split(module: nn.Module, *, name: str = "") -> Block:
     """Split one residual module by (1), or raise `NotResidual` with the reason and what to do."""
     if any(is_lazy(p) for p in module.parameters()):
@@ -126,7 +122,7 @@ def _trace(module: nn.Module) -> fx.Graph:
     if required := [p.name for p in rest if p.default is p.empty and p.kind not in variadic]:
         raise NotResidual(f"its forward needs more than one input ({', '.join(required)}); {REWRITE}")
     try:
-        train, evaluate = trace_modes(module, _OwnForward)
+        train, evaluate = trace_modes(module, OwnForward)
     except Untraceable as no:
         raise NotResidual(f"{no}; {REWRITE}") from no
     if train.python_code("self").src != evaluate.python_code("self").src:
@@ -198,6 +194,8 @@ def _which_is_skip(
     """The skip is the input itself; else what has no parameters; else what is linear; else the smaller."""
     if start in (left, right):
         return start
+    if type(module).forward is Residual.forward:  # its author has told
+        return left
     parts = {node: extract(graph, start, node) for node in (left, right)}
     sizes = {node: sum(p.numel() for p in used(module, part).values()) for node, part in parts.items()}
     linear = {node: _is_linear(module, part) for node, part in parts.items()}
@@ -255,9 +253,8 @@ def _check_in_place(module: nn.Module, graph: fx.Graph, value: fx.Node, near: bo
         seen.add(node)
         old = _overwritten(module, node)
         if old is not None and (node not in needed or not seen.issuperset(old.users)):
-            raise NotResidual(
-                f"{node} overwrites {old} in place, which is read later; set inplace=False there"
-            )
+            reason = f"{node} overwrites {old} in place, which is read later; write it out of place"
+            raise NotResidual(reason, near=near)
 
 
 def _check_shared(module: nn.Module, graph: fx.Graph, shared: set[fx.Node], total: fx.Node) -> None:
@@ -266,7 +263,7 @@ def _check_shared(module: nn.Module, graph: fx.Graph, shared: set[fx.Node], tota
         old = _overwritten(module, node)
         if old in shared and len(old.users) > 1 and node is not total:
             raise NotResidual(
-                f"{node} overwrites in place a value that its skip also reads; set inplace=False there"
+                f"{node} overwrites in place a value that its skip also reads; write it out of place"
             )
 
 
@@ -274,16 +271,17 @@ def _check_shared(module: nn.Module, graph: fx.Graph, shared: set[fx.Node], tota
 
 
 def linear_parameters(module: nn.Module, part: fx.Graph) -> list[nn.Parameter]:
-    """The parameters of the affine map that `part` ends in, whose output is linear in them; or none.
+    """The parameters of the affine map that `part` ends in, for Euler's identity; or none.
 
-    Dropout and averaging may follow the map. An empty list means that it is not plain from the types.
+    Dropout, pooling and ReLU may follow the map: what does is homogeneous of degree one, so the output is so
+    in the map's parameters. An empty list means that it is not plain from the types.
     """
     value = next(node for node in part.nodes if node.op == "output").args[0]
     while isinstance(value, fx.Node) and value.op == "call_module":
         for leaf in reversed(list(_leaves(module.get_submodule(str(value.target))))):
             if type(leaf) in AFFINE:
                 return _once(module, part, leaf)
-            if type(leaf) not in TRANSPARENT:
+            if type(leaf) not in HOMOGENEOUS:
                 return []
         value = value.args[0]
     return []
@@ -299,8 +297,8 @@ def _once(module: nn.Module, part: fx.Graph, leaf: nn.Module) -> list[nn.Paramet
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
-    if is_sequential(module):
-        for child in module.children():
+    if isinstance(module, nn.Sequential) and is_sequential(module):
+        for child in module:  # not children(), which leaves out a repetition
             yield from _leaves(child)
     else:
         yield module

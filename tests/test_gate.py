@@ -81,6 +81,8 @@ def test_the_estimate_is_gradient_times_branch_open_or_closed(xi):
         nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)),
         nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3)),
         nn.Sequential(nn.Linear(5, 3), nn.Identity()),
+        nn.Sequential(nn.Linear(5, 3), nn.ReLU()),
+        nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(), nn.MaxPool1d(2)),
     ],
 )
 def test_the_free_estimate_equals_the_dot_product(last):

@@ -47,13 +47,14 @@ class Task:
         device: torch.device | str | None = None,
         replacement: bool = False,
         drop_last: bool = False,
+        normalised: bool = True,
     ) -> Loader:
-        """Normalised batches: `train` shuffled, `test` in order."""
+        """Batches: `train` shuffled, `test` in order; of mean 0 and variance 1, or else as in [0, 1]."""
         if split not in ("train", "test"):
             raise ValueError(f"The split {split!r} is unknown; there are 'train' and 'test'.")
         training = split == "train"
         samples = self.train if training else self.test
-        normalise = Normalise(self.mean, self.std)
+        normalise = Normalise(self.mean, self.std) if normalised else Normalise()
         if isinstance(samples, Samples):
             return Batches(
                 samples.inputs,

@@ -1,8 +1,13 @@
 """What the networks share: the checks of their arguments and the initial weights of the image networks."""
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from torch import nn
+
+from shallower.residual import Residual
+
+Form = Literal["relu-outside", "relu-inside"]
 
 
 def at_least(least: int, **sizes: int) -> None:
@@ -33,3 +38,17 @@ def he_(model: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def layer_block(layer: nn.Module, form: Form) -> Residual:
+    """A block of a single layer W, with the ReLU outside of the gate or inside.
+
+    relu-outside    z_next = relu(z + W z + b)
+    relu-inside     z_next = z + relu(W z + b)
+    """
+    one_of(get_args(Form), form=form)
+    return (
+        Residual(layer, tail=nn.ReLU())
+        if form == "relu-outside"
+        else Residual(nn.Sequential(layer, nn.ReLU()))
+    )

@@ -5,16 +5,18 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from shallower.models._common import at_least, one_of
-from shallower.residual import Residual
+from shallower.models._common import Form, at_least, layer_block, one_of
 
 Pool = Literal["end-of-stage", "after-stem"]
 
 
-def cnn(depth: int, *, pool: Pool = "end-of-stage", classes: int = 10) -> nn.Sequential:
+def cnn(
+    depth: int, *, pool: Pool = "end-of-stage", form: Form = "relu-outside", classes: int = 10
+) -> nn.Sequential:
     """MNIST CNN-L with L = `depth` convolutions of 5x5, half with 6 features and half with 16.
 
-        z_next = relu(z + W z + b)
+        relu-outside    z_next = relu(z + W z + b)
+        relu-inside     z_next = z + relu(W z + b)
 
     The first convolution of each half changes the number of features (1 to 6, 6 to 16), has no skip
     and is never pruned; the other L/2 - 1 of each half are blocks. `pool` sets where a half is
@@ -29,12 +31,12 @@ def cnn(depth: int, *, pool: Pool = "end-of-stage", classes: int = 10) -> nn.Seq
             f"depth is even. Write cnn({depth - 1}) or cnn({depth + 1})."
         )
     one_of(get_args(Pool), pool=pool)
+    one_of(get_args(Form), form=form)
 
     def stage(channels: int, features: int) -> nn.Sequential:
         entry = [nn.Conv2d(channels, features, 5), nn.ReLU()]
         blocks = [
-            Residual(nn.Conv2d(features, features, 5, padding=2), tail=nn.ReLU())
-            for _ in range(depth // 2 - 1)
+            layer_block(nn.Conv2d(features, features, 5, padding=2), form) for _ in range(depth // 2 - 1)
         ]
         if pool == "end-of-stage":
             return nn.Sequential(*entry, *blocks, nn.MaxPool2d(2))

@@ -2,15 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import nn
 
-from shallower.models._common import at_least, one_of
+from shallower.models._common import Form, at_least, layer_block, one_of
 from shallower.residual import Residual
-
-Form = Literal["relu-outside", "relu-inside"]
 
 
 def fc(
@@ -30,17 +28,10 @@ def fc(
     """
     at_least(1, depth=depth, width=width, inputs=inputs, classes=classes)
     one_of(get_args(Form), form=form)
-
-    def block() -> Residual:
-        layer = nn.Linear(width, width)
-        if form == "relu-outside":
-            return Residual(layer, tail=nn.ReLU())
-        return Residual(nn.Sequential(layer, nn.ReLU()))
-
     return nn.Sequential(
         OrderedDict(
             stem=nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), nn.ReLU()),
-            blocks=nn.Sequential(*(block() for _ in range(depth - 1))),
+            blocks=nn.Sequential(*(layer_block(nn.Linear(width, width), form) for _ in range(depth - 1))),
             head=nn.Linear(width, classes),
         )
     )
@@ -49,7 +40,9 @@ def fc(
 def mlp(inputs: int, width: int, depth: int, outputs: int) -> nn.Sequential:
     """A network for small tables: an input layer, `depth` blocks of two dense layers, an output layer.
 
-    z_next = z + W2 relu(W1 z + b1) + b2
+        z_next = z + W2 relu(W1 z + b1) + b2
+
+    Images are flattened.
     """
     at_least(1, inputs=inputs, width=width, depth=depth, outputs=outputs)
 
@@ -58,7 +51,7 @@ def mlp(inputs: int, width: int, depth: int, outputs: int) -> nn.Sequential:
 
     return nn.Sequential(
         OrderedDict(
-            stem=nn.Sequential(nn.Linear(inputs, width), nn.ReLU()),
+            stem=nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), nn.ReLU()),
             blocks=nn.Sequential(*(block() for _ in range(depth))),
             head=nn.Linear(width, outputs),
         )

@@ -1,0 +1,5 @@
+"""`python -m shallower`."""
+
+from shallower.cli import main
+
+main()

@@ -1,0 +1,271 @@
+"""The command line: `shallower list | train | reproduce | data | inspect`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from shallower import data, models
+from shallower.blocks import find_blocks
+from shallower.ledger import count_macs, count_parameters
+from shallower.recipes import RECIPES, Recipe, RecipeError, recipe
+from shallower.reports import markdown_table, read_results
+from shallower.reproduce import reproduce_all
+from shallower.training import Interrupted, Machine, Result, RunError, train
+from shallower.training.run import Run
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+out, err = Console(), Console(stderr=True)
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="field=value of the recipe; may be repeated")
+]
+DataDir = Annotated[Path | None, typer.Option(help="where the data lie, or are fetched to")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What a user can repair ends in one clear line and exit code 2; an interrupted run in 130."""
+    try:
+        yield
+    except Interrupted as stop:
+        err.print(str(stop), highlight=False, markup=False)
+        raise typer.Exit(130) from stop
+    except (RecipeError, RunError, data.DataError, ValueError, OSError) as error:
+        err.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
+    """`field=value`, the value as JSON if it is JSON (numbers, true, null, lists), else as text."""
+    found: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise RecipeError(f"Found --set {pair!r}; it takes field=value, as in --set log_gamma=-250.")
+        try:
+            found[key.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key.strip()] = value
+    return found
+
+
+@app.command("list")
+def list_recipes(as_json: AsJson = False) -> None:
+    """The recipes, with the figures of the paper."""
+    if as_json:
+        print(json.dumps([row.model_dump() for row in RECIPES.values()]))
+        return
+    table = Table("recipe", "data", "network", "log gamma", "epochs", "paper's accuracy", "layers")
+    for row in RECIPES.values():
+        price = "dense" if row.log_gamma is None else f"{row.log_gamma:g}"
+        network = f"{row.network} {row.options.get('depth', '')}".strip()
+        figures = [f"{v:g}" if v is not None else "" for v in (row.paper.accuracy, row.paper.layers)]
+        table.add_row(row.name, row.task, network, price, str(row.epochs), *figures)
+    out.print(table)
+
+
+@app.command("train")
+def train_one(
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="see `shallower list`")],
+    seed: int = 0,
+    set_: Overrides = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="default: runs/RECIPE/seedN")] = None,
+    resume: Annotated[bool, typer.Option(help="go on where the run in the folder stopped")] = False,
+    overwrite: Annotated[bool, typer.Option(help="replace the run in the folder")] = False,
+    data_dir: DataDir = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    bf16: Annotated[bool, typer.Option(help="bfloat16 autocast")] = False,
+    channels_last: Annotated[bool, typer.Option(help="memory format of convolutions")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="of PyTorch on the CPU")] = None,
+    tensorboard: Annotated[bool, typer.Option(help="curves for TensorBoard in the folder")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train and prune one network."""
+    with _plain_errors():
+        if threads is not None:
+            torch.set_num_threads(threads)
+        chosen = recipe(name, parse_overrides(set_))
+        task = data.load(chosen.task, data_dir)
+        target = folder or Path("runs") / name / f"seed{seed}"
+        machine = Machine(device, bf16, channels_last)
+        options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
+        with _progress(chosen, show=not as_json) as report, _curves(target, tensorboard) as note:
+            result = train(chosen, task, target, report=report, note=note, **options)
+        if as_json:
+            print(result.model_dump_json())
+        else:
+            _show(result, target)
+
+
+@app.command("reproduce")
+def reproduce(
+    names: Annotated[list[str], typer.Argument(metavar="RECIPE...")],
+    seeds: Annotated[int, typer.Option(min=1, help="runs with the seeds 0 to N-1")] = 10,
+    jobs: Annotated[int, typer.Option(min=1, help="runs at a time, one thread each")] = 1,
+    set_: Overrides = None,
+    runs: Annotated[Path, typer.Option(help="the folders of the runs")] = Path("runs"),
+    results: Annotated[Path, typer.Option(help="where each result.json is kept")] = Path("results"),
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run recipes over several seeds and print the paper's table; finished runs are not run again."""
+    with _plain_errors():
+        overrides = parse_overrides(set_)
+        chosen = [recipe(name, overrides) for name in names]
+        for task in {row.task for row in chosen}:
+            data.load(task, data_dir)
+        failed = reproduce_all(
+            names, seeds=seeds, jobs=jobs, sets=set_ or [], runs=runs, results=results, data_dir=data_dir
+        )
+        found = [r for r in read_results([results]) if r.recipe in names]
+        print(json.dumps([r.model_dump() for r in found]) if as_json else markdown_table(found))
+        if failed:
+            raise RunError(f"{len(failed)} runs failed: {', '.join(failed)}; each folder has a log.txt.")
+
+
+@app.command("data")
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=", ".join(data.NAMES))], data_dir: DataDir = None
+) -> None:
+    """Fetch and verify a dataset."""
+    with _plain_errors():
+        task = data.load(name, data_dir)
+        out.print(
+            f"{name}: {len(task.train):,} training and {len(task.test):,} test samples of {task.input_shape}"
+        )
+
+
+@app.command("inspect")
+def inspect(
+    name: Annotated[str, typer.Argument(metavar="RECIPE")], set_: Overrides = None, as_json: AsJson = False
+) -> None:
+    """The blocks of a recipe's network: parameters, MACs, and what can be pruned."""
+    with _plain_errors():
+        chosen = recipe(name, parse_overrides(set_))
+        model = getattr(models, chosen.network)(**chosen.options)
+        example = torch.zeros(2, *INPUTS[chosen.task])
+        macs, params = count_macs(model, example), count_parameters(model)
+        blocks: list[dict[str, Any]] = []
+        for block in find_blocks(model):
+            module = model.get_submodule(block.name)
+            own = sum(p.numel() for p in block.prunable(module).values())
+            blocks.append(
+                {"name": block.name, "params": own, "macs": _branch_macs(model, block.name, example, macs)}
+            )
+        if as_json:
+            print(json.dumps({"recipe": name, "params": params, "macs": macs, "blocks": blocks}))
+            return
+        table = Table("block", "parameters", "MACs", title=f"{name}: {params:,} parameters, {macs:,} MACs")
+        for row in blocks:
+            table.add_row(str(row["name"]), f"{row['params']:,}", f"{row['macs']:,}")
+        out.print(table)
+        share = [
+            100 * sum(row[k] for row in blocks) / total for k, total in (("params", params), ("macs", macs))
+        ]
+        out.print(
+            f"{len(blocks)} blocks can be pruned: {share[0]:.1f} % of parameters, {share[1]:.1f} % of MACs"
+        )
+
+
+INPUTS = {
+    "digits": (1, 8, 8),
+    "diabetes": (10,),
+    "mnist": (1, 28, 28),
+    "fashion-mnist": (1, 28, 28),
+    "cifar10": (3, 32, 32),
+    "cifar100": (3, 32, 32),
+    "imagenet": (3, 224, 224),
+}
+
+
+def _branch_macs(model: torch.nn.Module, name: str, example: torch.Tensor, total: int) -> int:
+    """What goes when the block goes."""
+    module = model.get_submodule(name)
+    block = next(b for b in find_blocks(model) if b.name == name)
+    from shallower.graphs import replace
+
+    replace(model, name, block.bypass(module))
+    without = count_macs(model, example)
+    replace(model, name, module)
+    return total - without
+
+
+@contextmanager
+def _progress(chosen: Recipe, *, show: bool) -> Iterator[Any]:
+    if not show or not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[now]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err) as progress:
+        bar: TaskID = progress.add_task(chosen.name, total=chosen.epochs, now="")
+
+        def report(run: Run, epoch: int, loss: float) -> None:
+            done = epoch + run.loader.batch / len(run.loader)
+            macs = run.history[-1]["macs"] if run.history else run.macs_dense
+            now = (
+                f"epoch {epoch + 1}/{chosen.epochs}  loss {loss:.4f}  blocks {len(run.alive)}  MACs {macs:,}"
+            )
+            progress.update(bar, completed=done, now=now)
+
+        yield report
+
+
+@contextmanager
+def _curves(folder: Path, wanted: bool) -> Iterator[Any]:
+    """A function that writes the rows of a run for TensorBoard."""
+    if not wanted:
+        yield None
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise RunError('TensorBoard is not installed: pip install "shallower[tensorboard]".') from error
+    writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def note(run: Run) -> None:
+        row = run.history[-1]
+        for key, value in row.items():
+            if key != "epoch" and value is not None:
+                writer.add_scalar(key, value, row["epoch"])
+        for name, rate in run.rates[-1].items() if run.rates else ():
+            if name != "epoch":
+                writer.add_scalar(f"theta/{name}", rate, row["epoch"])
+
+    try:
+        yield note
+    finally:
+        writer.close()
+
+
+def _show(result: Result, folder: Path) -> None:
+    table = Table("", "dense", "pruned", title=f"{result.recipe}, seed {result.seed}")
+    table.add_row("blocks", str(result.blocks), str(len(result.blocks_kept)))
+    table.add_row("parameters", f"{result.params_dense:,}", f"{result.params:,}  (-{result.ppr:.2f} %)")
+    table.add_row("MACs", f"{result.macs_dense:,}", f"{result.macs:,}  (-{result.fpr:.2f} %)")
+    table.add_row("training MACs", "1", f"{result.training_macs_ratio:.2f}")
+    if result.test_accuracy is not None:
+        table.add_row("test accuracy, %", "", f"{result.test_accuracy:.2f}")
+    else:
+        table.add_row("test RMSE", "", f"{result.test_rmse:.4f}")
+    table.add_row("seconds", "", f"{result.seconds:.1f}")
+    out.print(table)
+    out.print(f"written to {folder}", highlight=False)
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,92 @@
+"""A pruned network on disk: its weights as safetensors, its structure as JSON, and no pickle.
+
+The structure names the function that builds the starting network, its arguments, and the blocks that were
+removed; `load` builds, removes and absorbs again, which gives every layer its shape, then loads weights.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from shallower import models
+from shallower.absorb import absorb
+from shallower.blocks import find_blocks
+from shallower.files import atomic, write_text
+from shallower.graphs import replace
+
+WEIGHTS, STRUCTURE, VERSION = "model.safetensors", "structure.json", 1
+Build = Callable[..., nn.Module]
+
+
+def save(
+    folder: str | Path, net: nn.Module, *, network: str, options: dict[str, Any], removed: Sequence[str]
+) -> None:
+    """Write what `Pruner.finish()` returned for the network `network(**options)` of `shallower.models`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    structure = {"version": VERSION, "network": network, "options": options, "removed": list(removed)}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
+    with atomic(folder / WEIGHTS) as path:
+        save_file(state, path)
+    write_text(folder / STRUCTURE, json.dumps(structure, indent=2))
+
+
+def load(folder: str | Path, *, build: Build | None = None) -> nn.Module:
+    """The plain network that a run left in `folder`, in evaluation mode.
+
+    `build(**options)` makes the starting network; by default it is the function of `shallower.models` that
+    the structure names.
+    """
+    folder = Path(folder)
+    structure = _structure(folder / STRUCTURE)
+    name = structure["network"]
+    if build is None:
+        if name not in models.__all__:
+            raise ValueError(
+                f"{folder / STRUCTURE} was saved from {name!r}, which is no network of shallower.models "
+                f"({', '.join(models.__all__)}). Pass the function that builds it: `load(folder, build=...)`."
+            )
+        build = getattr(models, name)
+    with torch.random.fork_rng(devices=[]):
+        net = build(**structure["options"])
+    blocks = {block.name: block for block in find_blocks(net)}
+    strangers = [name for name in structure["removed"] if name not in blocks]
+    if strangers:
+        raise ValueError(
+            f"{folder / STRUCTURE} removes {strangers}, which the network {name!r} does not have."
+        )
+    for block in structure["removed"]:
+        replace(net, block, blocks[block].bypass(net.get_submodule(block)))
+    survivors = [block for name, block in blocks.items() if name not in structure["removed"]]
+    absorb(net, structure["removed"], survivors)
+    try:
+        net.load_state_dict(load_file(folder / WEIGHTS))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ValueError(
+            f"{folder / WEIGHTS} does not hold the weights of this structure: {error}"
+        ) from error
+    return net.eval()
+
+
+def _structure(path: Path) -> dict[str, Any]:
+    try:
+        structure = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"There is no {path}; a finished run has one: `shallower train RECIPE --out {path.parent}`."
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no structure of a network: {error}") from error
+    needed = {"version": int, "network": str, "options": dict, "removed": list}
+    fits = isinstance(structure, dict) and all(isinstance(structure.get(k), t) for k, t in needed.items())
+    if not fits or structure["version"] != VERSION:
+        raise ValueError(
+            f"{path} is no structure of a network, version {VERSION}: it needs {sorted(needed)}."
+        )
+    return structure

@@ -1,0 +1,198 @@
+"""The training loop: train with pruning, finalise, fine-tune, evaluate."""
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from shallower import store
+from shallower.data import Task
+from shallower.files import write_text
+from shallower.ledger import count_macs, count_parameters
+from shallower.recipes import Recipe
+from shallower.training.result import Result, count_layers, evaluate, loss_of, versions
+from shallower.training.run import CHECKPOINT, Machine, Run, RunError
+
+Report = Callable[[Run, int, float], None]  # the run, its epoch, the mean loss so far
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was stopped by the user, after its checkpoint was written."""
+
+
+def train(
+    recipe: Recipe,
+    task: Task,
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    machine: Machine | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    report: Report | None = None,
+    note: Callable[[Run], None] | None = None,
+) -> Result:
+    """Run `recipe` on `task` in `folder`, or go on where a stopped run left off, bit for bit."""
+    folder = _folder(Path(folder), resume=resume, overwrite=overwrite)
+    run = Run(recipe, task, seed=seed, machine=machine or Machine())
+    if resume:
+        run.resume(folder)
+    write_text(folder / "recipe.json", json.dumps({"seed": seed, **recipe.model_dump()}, indent=2))
+    with _stopping() as stop:
+        for epoch in range(run.loader.epoch, recipe.epochs):
+            loss = _epoch(run, epoch, stop, report)
+            if stop:
+                break
+            test_loss, accuracy = evaluate(run.model, run.test, task.kind, run.machine.autocast)
+            _note(run, epoch, loss, test_loss, accuracy)
+            run.report(folder)
+            run.save(folder)
+            if note is not None:
+                note(run)
+    if stop:
+        run.save(folder)
+        raise Interrupted(f"Stopped; `--resume` goes on from {folder / CHECKPOINT}.")
+    return _finish(run, folder)
+
+
+def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> float:
+    """One pass over the data, or the rest of it; returns the mean training loss of what ran."""
+    recipe, kind = run.recipe, run.task.kind
+    if run.pruner is not None and recipe.finalize_epoch == epoch and not run.pruner.finalized:
+        run.pruner.finalize(recipe.threshold)
+    begun, losses = time.perf_counter(), []
+    run.model.train()
+    for inputs, labels in run.loader:
+        run.optimizer.zero_grad()
+        with run.machine.autocast():
+            loss = loss_of(kind, run.model(inputs), labels)
+        loss.backward()
+        run.optimizer.step()
+        if run.pruner is not None and run.ledger is not None:
+            run.pruner.step(_closure(run, inputs, labels))
+            run.ledger.step()
+        run.scheduler.step()
+        losses.append(loss.detach())
+        if len(losses) % 50 == 0 and report is not None:
+            report(run, epoch, float(loss))
+        if stop:
+            break
+    run.seconds += time.perf_counter() - begun
+    mean = float(torch.stack(losses).mean()) if losses else math.nan
+    if losses and not math.isfinite(mean):
+        raise RunError(
+            f"The training loss became {mean} in epoch {epoch}. The checkpoint is that of the epoch before; "
+            "go on from it with a smaller learning rate: --set lr=..."
+        )
+    return mean
+
+
+def _closure(run: Run, inputs: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """The loss as a function, for an estimator that runs the network again."""
+    if run.recipe.estimator == "first_order":
+        return None
+
+    def loss() -> torch.Tensor:
+        with run.machine.autocast():
+            return loss_of(run.task.kind, run.model(inputs), labels)
+
+    return loss
+
+
+def _note(run: Run, epoch: int, loss: float, test_loss: float, accuracy: float | None) -> None:
+    row = {
+        "epoch": epoch,
+        "lr": run.scheduler.get_last_lr()[0],
+        "train_loss": loss,
+        "test_loss": test_loss,
+        "test_accuracy": accuracy,
+        "blocks": len(run.alive),
+        "params": count_parameters(run.model),
+        "macs": count_macs(run.model, run.example),
+        "seconds": round(run.seconds, 3),
+    }
+    if run.ledger is not None:
+        row |= {f"load_{name}": value for name, value in vars(run.ledger.load).items()}
+    run.history.append(row)
+    if run.pruner is not None:
+        run.rates.append({"epoch": epoch, **run.pruner.thetas})
+
+
+def _finish(run: Run, folder: Path) -> Result:
+    recipe, kind = run.recipe, run.task.kind
+    kept = run.alive
+    if run.pruner is not None and not run.pruner.finalized:
+        run.pruner.finalize(recipe.threshold)
+        kept = run.alive
+    params, macs = count_parameters(run.model), count_macs(run.model, run.example)
+    removed = [] if run.pruner is None else [event.block for event in run.pruner.events]
+    net = run.model if run.pruner is None else run.pruner.finish()
+    test_loss, accuracy = evaluate(net, run.test, kind, run.machine.autocast)
+    load = None if run.ledger is None else run.ledger.load
+    result = Result(
+        recipe=recipe.name,
+        seed=run.seed,
+        test_accuracy=accuracy,
+        test_loss=test_loss,
+        test_rmse=math.sqrt(2 * test_loss) if kind == "regression" else None,
+        layers=count_layers(recipe, len(kept)),
+        blocks=len(kept) + len(removed),
+        blocks_kept=kept,
+        params=params,
+        params_dense=run.params_dense,
+        params_absorbed=count_parameters(net),
+        macs=macs,
+        macs_dense=run.macs_dense,
+        macs_absorbed=count_macs(net, run.example),
+        ppr=100 * (1 - params / run.params_dense),
+        fpr=100 * (1 - macs / run.macs_dense),
+        training_macs_ratio=1.0 if load is None else load.ran / load.dense,
+        training_load_ratio=1.0 if load is None else load.survivors / load.dense,
+        seconds=run.seconds,
+        versions=versions(),
+    )
+    store.save(folder, net, network=recipe.network, options=recipe.options, removed=removed)
+    write_text(folder / "result.json", result.model_dump_json(indent=2))
+    return result
+
+
+def _folder(folder: Path, *, resume: bool, overwrite: bool) -> Path:
+    taken = folder.exists() and any(folder.iterdir())
+    if taken and not (resume or overwrite):
+        raise RunError(
+            f"{folder} exists and is not empty. Go on with its run by --resume, replace it by --overwrite, "
+            "or choose another folder with --out."
+        )
+    if overwrite and taken and not resume:
+        for name in (CHECKPOINT, "result.json", store.WEIGHTS, store.STRUCTURE, "metrics.csv", "thetas.csv"):
+            (folder / name).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _stopping() -> Iterator[list[int]]:
+    """A list that Ctrl-C and SIGTERM put their number in, so that a run stops between two steps."""
+    stop: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stop.append(number)
+
+    previous: dict[signal.Signals, Any] = {}
+    try:
+        for which in (signal.SIGINT, signal.SIGTERM):
+            previous[which] = signal.signal(which, note)
+    except ValueError:  # signals belong to the main thread
+        pass
+    try:
+        yield stop
+    finally:
+        for which, handler in previous.items():
+            signal.signal(which, handler)

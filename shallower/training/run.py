@@ -1,0 +1,183 @@
+"""All that a run is made of, built from a recipe; saved and resumed as one."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shallower import estimators, models, prior
+from shallower.blocks import find_blocks
+from shallower.data import Task, crop_and_flip
+from shallower.files import atomic, write_csv, write_text
+from shallower.ledger import Ledger, Load, count_macs, count_parameters
+from shallower.pruner import Pruner
+from shallower.recipes import Recipe
+
+CHECKPOINT = "checkpoint.pt"
+
+
+class RunError(RuntimeError):
+    """A run that cannot begin or go on; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and how a run computes; none of it changes what is computed, up to rounding."""
+
+    device: str = "auto"
+    bf16: bool = False
+    channels_last: bool = False
+
+    @property
+    def where(self) -> torch.device:
+        if self.device != "auto":
+            return torch.device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.where.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+
+
+class Run:
+    """Model, optimiser, schedule, pruner, ledger, data and history of one run."""
+
+    def __init__(self, recipe: Recipe, task: Task, *, seed: int, machine: Machine) -> None:
+        self.recipe, self.task, self.seed, self.machine = recipe, task, seed, machine
+        torch.manual_seed(seed)
+        device, fmt = machine.where, torch.channels_last if machine.channels_last else torch.preserve_format
+        self.model: nn.Module = getattr(models, recipe.network)(**recipe.options).to(
+            device, memory_format=fmt
+        )
+        self.loader = task.batches(
+            "train",
+            recipe.batch_size,
+            seed=seed,
+            augment=crop_and_flip if recipe.augment else None,
+            device=device,
+            replacement=recipe.replacement,
+            normalised=recipe.pixels == "standard",
+        )
+        self.test = task.batches("test", 2000, device=device, normalised=recipe.pixels == "standard")
+        self.size = len(task.train)
+        self.optimizer = _optimizer(recipe, self.model, self.size)
+        self.scheduler = _schedule(recipe, self.optimizer, len(self.loader))
+        example = next(iter(task.batches("test", 2, device=device)))[0]
+        self.params_dense, self.macs_dense = count_parameters(self.model), count_macs(self.model, example)
+        self.example = example
+        self.pruner = None if recipe.dense else self._gate()
+        self.ledger = None if self.pruner is None else Ledger(self.pruner, example)
+        self.history: list[dict[str, Any]] = []
+        self.rates: list[dict[str, Any]] = []
+        self.seconds = 0.0
+        self._blocks = [block.name for block in find_blocks(self.model)] if self.pruner is None else []
+
+    def _gate(self) -> Pruner:
+        recipe, steps = self.recipe, len(self.loader)
+        assert recipe.log_gamma is not None
+        ramp = recipe.ramp_epochs * steps
+        log_gamma = prior.linear_ramp(recipe.log_gamma, steps=ramp) if ramp else recipe.log_gamma
+        names = [block.name for block in find_blocks(self.model)]
+        return Pruner(
+            self.model,
+            self.optimizer,
+            dataset_size=self.size,
+            log_gamma=log_gamma,
+            multipliers={
+                n: m for n in names for start, m in recipe.multipliers.items() if n.startswith(start)
+            },
+            estimator=getattr(estimators, recipe.estimator),
+            theta=recipe.theta,
+            theta_lr=recipe.theta_lr,
+            tolerance=recipe.tolerance,
+            seed=self.seed,
+        )
+
+    @property
+    def alive(self) -> list[str]:
+        return self._blocks if self.pruner is None else self.pruner.alive
+
+    # -- on disk --------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        state = {
+            "recipe": self.recipe.model_dump_json(),
+            "seed": self.seed,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "loader": self.loader.state_dict(),
+            "generator": torch.get_rng_state(),
+            "pruner": None if self.pruner is None else self.pruner.state_dict(),
+            "load": None if self.ledger is None else asdict(self.ledger.load),
+            "history": json.dumps(self.history),
+            "rates": json.dumps(self.rates),
+            "seconds": self.seconds,
+        }
+        with atomic(folder / CHECKPOINT) as path:
+            torch.save(state, path)
+
+    def resume(self, folder: Path) -> None:
+        path = folder / CHECKPOINT
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except FileNotFoundError as error:
+            raise RunError(f"There is no {path} to resume from; start the run without --resume.") from error
+        except Exception as error:  # a damaged file may raise anything from inside torch
+            raise RunError(
+                f"{path} cannot be read ({error}); start the run anew with --overwrite."
+            ) from error
+        if Recipe.model_validate_json(state["recipe"]) != self.recipe or state["seed"] != self.seed:
+            found = json.loads(state["recipe"])["name"]
+            raise RunError(
+                f"{path} is of another run: recipe {found}, seed {state['seed']}, perhaps other fields set. "
+                "Resume it with the same recipe, --seed and --set, or choose another folder with --out."
+            )
+        if self.pruner is not None and self.ledger is not None:
+            self.pruner.load_state_dict(state["pruner"])
+            self.ledger.resume(Load(**state["load"]))
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["generator"])
+        self.history, self.rates = json.loads(state["history"]), json.loads(state["rates"])
+        self.seconds = state["seconds"]
+
+    def report(self, folder: Path) -> None:
+        """The run so far, for people and their tools."""
+        write_csv(folder / "metrics.csv", self.history)
+        if self.pruner is not None:
+            write_csv(folder / "thetas.csv", self.rates)
+            write_text(
+                folder / "events.jsonl", "".join(json.dumps(asdict(e)) + "\n" for e in self.pruner.events)
+            )
+
+
+def _optimizer(recipe: Recipe, model: nn.Module, size: int) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    common: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.decay / size, "fused": True}
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=0.9, **common)
+    kind: Callable[..., torch.optim.Optimizer] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[
+        recipe.optimizer
+    ]
+    return kind(parameters, **common)
+
+
+def _schedule(
+    recipe: Recipe, optimizer: torch.optim.Optimizer, steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate as a factor of the first, by the step."""
+    last, begin = recipe.epochs * steps, (recipe.finalize_epoch or recipe.epochs) * steps
+
+    def factor(step: int) -> float:
+        if recipe.finetune_lr is not None and step >= begin:
+            return recipe.finetune_lr / recipe.lr
+        return 0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / last)).item()) if recipe.cosine else 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
