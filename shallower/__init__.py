@@ -9,6 +9,7 @@ from shallower.prior import constant, linear_ramp
 from shallower.pruner import Pruner, Removal
 from shallower.residual import ChannelCopy, Residual, ZeroPad
 from shallower.split import Block, NotResidual, split
+from shallower.store import load
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "flip",
     "forget",
     "linear_ramp",
+    "load",
     "split",
     "survey",
 ]

@@ -15,10 +15,12 @@ from rich.table import Table
 
 from shallower import data, models
 from shallower.blocks import find_blocks
+from shallower.graphs import replace
 from shallower.ledger import count_macs, count_parameters
 from shallower.recipes import RECIPES, Recipe, RecipeError, recipe
 from shallower.reports import markdown_table, read_results
 from shallower.reproduce import reproduce_all
+from shallower.split import Block
 from shallower.training import Interrupted, Machine, Result, RunError, train
 from shallower.training.run import Run
 
@@ -157,11 +159,8 @@ def inspect(
         macs, params = count_macs(model, example), count_parameters(model)
         blocks: list[dict[str, Any]] = []
         for block in find_blocks(model):
-            module = model.get_submodule(block.name)
-            own = sum(p.numel() for p in block.prunable(module).values())
-            blocks.append(
-                {"name": block.name, "params": own, "macs": _branch_macs(model, block.name, example, macs)}
-            )
+            own = sum(p.numel() for p in block.prunable(model.get_submodule(block.name)).values())
+            blocks.append({"name": block.name, "params": own, "macs": macs - _without(model, block, example)})
         if as_json:
             print(json.dumps({"recipe": name, "params": params, "macs": macs, "blocks": blocks}))
             return
@@ -188,16 +187,14 @@ INPUTS = {
 }
 
 
-def _branch_macs(model: torch.nn.Module, name: str, example: torch.Tensor, total: int) -> int:
-    """What goes when the block goes."""
-    module = model.get_submodule(name)
-    block = next(b for b in find_blocks(model) if b.name == name)
-    from shallower.graphs import replace
-
-    replace(model, name, block.bypass(module))
-    without = count_macs(model, example)
-    replace(model, name, module)
-    return total - without
+def _without(model: torch.nn.Module, block: Block, example: torch.Tensor) -> int:
+    """The MACs of `model` when `block` is gone."""
+    module = model.get_submodule(block.name)
+    replace(model, block.name, block.bypass(module))
+    try:
+        return count_macs(model, example)
+    finally:
+        replace(model, block.name, module)
 
 
 @contextmanager

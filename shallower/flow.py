@@ -206,7 +206,7 @@ class Flow:
         self.node(name)
         if name in self.blocks:
             block = self.blocks[name]
-            if not is_identity(block.tail):
+            if not all(is_neutral(module, n) for n in self.steps(inline(module, block.tail))):
                 raise NoFlow(f"{name} changes its sum before it hands it on")
             return [self._end(module, name, part) for part in (block.branch, block.skip)]
         if name in self.bypasses:
@@ -218,8 +218,10 @@ class Flow:
 
     def _end(self, module: nn.Module, name: str, part: fx.Graph | None) -> str:
         graph = inline(module, part)
-        end = next(n for n in graph.nodes if n.op == "output").args[0]
-        if not isinstance(end, fx.Node) or end.op != "call_module":
+        (end,) = next(n for n in graph.nodes if n.op == "output").all_input_nodes
+        while is_neutral(module, end):
+            (end,) = end.all_input_nodes
+        if end.op != "call_module":
             raise NoFlow(f"{name} does not end in a layer")
         layer, path = module.get_submodule(str(end.target)), f"{name}.{end.target}"
         if not is_layer(layer):

@@ -117,9 +117,11 @@ def split(module: nn.Module, *, name: str = "") -> Block:
 
 def _trace(module: nn.Module) -> fx.Graph:
     """The graph of `forward`; it must not depend on `self.training`, which tracing would freeze."""
-    _, *rest = inspect.signature(module.forward).parameters.values()
+    arguments = list(inspect.signature(module.forward).parameters.values())
+    if not arguments:
+        raise NotResidual("its forward has no input", near=False)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if required := [p.name for p in rest if p.default is p.empty and p.kind not in variadic]:
+    if required := [p.name for p in arguments[1:] if p.default is p.empty and p.kind not in variadic]:
         raise NotResidual(f"its forward needs more than one input ({', '.join(required)}); {REWRITE}")
     try:
         train, evaluate = trace_modes(module, OwnForward)

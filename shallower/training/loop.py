@@ -63,11 +63,11 @@ def train(
 
 
 def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> float:
-    """One pass over the data, or the rest of it; returns the mean training loss of what ran."""
+    """One pass over the data, or the rest of it; returns the mean training loss of the epoch."""
     recipe, kind = run.recipe, run.task.kind
     if run.pruner is not None and recipe.finalize_epoch == epoch and not run.pruner.finalized:
         run.pruner.finalize(recipe.threshold)
-    begun, losses = time.perf_counter(), []
+    begun = time.perf_counter()
     run.model.train()
     for inputs, labels in run.loader:
         run.optimizer.zero_grad()
@@ -79,18 +79,20 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
             run.pruner.step(_closure(run, inputs, labels))
             run.ledger.step()
         run.scheduler.step()
-        losses.append(loss.detach())
-        if len(losses) % 50 == 0 and report is not None:
+        run.loss += loss.detach()
+        if run.loader.batch % 50 == 0 and report is not None:
             report(run, epoch, float(loss))
         if stop:
             break
     run.seconds += time.perf_counter() - begun
-    mean = float(torch.stack(losses).mean()) if losses else math.nan
-    if losses and not math.isfinite(mean):
+    mean = float(run.loss) / len(run.loader)
+    if not math.isfinite(mean):
         raise RunError(
             f"The training loss became {mean} in epoch {epoch}. The checkpoint is that of the epoch before; "
             "go on from it with a smaller learning rate: --set lr=..."
         )
+    if not stop:
+        run.loss.zero_()
     return mean
 
 

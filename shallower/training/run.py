@@ -73,6 +73,7 @@ class Run:
         self.ledger = None if self.pruner is None else Ledger(self.pruner, example)
         self.history: list[dict[str, Any]] = []
         self.rates: list[dict[str, Any]] = []
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # summed over the epoch so far
         self.seconds = 0.0
         self._blocks = [block.name for block in find_blocks(self.model)] if self.pruner is None else []
 
@@ -116,6 +117,7 @@ class Run:
             "load": None if self.ledger is None else asdict(self.ledger.load),
             "history": json.dumps(self.history),
             "rates": json.dumps(self.rates),
+            "loss": self.loss,
             "seconds": self.seconds,
         }
         with atomic(folder / CHECKPOINT) as path:
@@ -146,6 +148,7 @@ class Run:
         self.loader.load_state_dict(state["loader"])
         torch.set_rng_state(state["generator"])
         self.history, self.rates = json.loads(state["history"]), json.loads(state["rates"])
+        self.loss.copy_(state["loss"])
         self.seconds = state["seconds"]
 
     def report(self, folder: Path) -> None:

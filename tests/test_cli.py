@@ -1,0 +1,112 @@
+"""The command line as a user types it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from shallower.cli import app
+from shallower.recipes import RECIPES
+
+runner = CliRunner()
+QUICK = ["--set", "epochs=2", "--set", "finalize_epoch=1", "--set", "theta_lr=0.05"]
+
+
+def run(*words: str):
+    return runner.invoke(app, list(words))
+
+
+def test_list_names_every_recipe():
+    shown = run("list", "--json")
+    assert shown.exit_code == 0
+    assert [row["name"] for row in json.loads(shown.stdout)] == list(RECIPES)
+    assert run("list").exit_code == 0
+
+
+def test_inspect_counts_parameters_macs_and_blocks():
+    shown = run("inspect", "mnist-fc10", "--json")
+    found = json.loads(shown.stdout)
+    assert (found["params"], found["macs"], len(found["blocks"])) == (170_410, 169_400, 9)
+    assert found["blocks"][0] == {"name": "blocks.0", "params": 10_100, "macs": 10_000}
+    assert "53.3 % of parameters" in run("inspect", "mnist-fc10").stdout
+
+
+def test_train_prints_its_result_and_resumes_and_refuses(tmp_path):
+    folder = str(tmp_path / "run")
+    done = run("train", "digits", *QUICK, "--out", folder, "--json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert result["recipe"] == "digits"
+    again = run("train", "digits", *QUICK, "--out", folder)
+    assert again.exit_code == 2
+    assert "--resume" in again.stderr
+    resumed = run("train", "digits", *QUICK, "--out", folder, "--resume", "--json")
+    assert json.loads(resumed.stdout)["test_loss"] == result["test_loss"]
+    other = run("train", "digits-dense", "--set", "epochs=2", "--out", folder, "--resume")
+    assert other.exit_code == 2
+    assert "another run" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train", "mnist"), "There is no recipe 'mnist'. There are: digits"),
+        (("train", "digits", "--set", "gamma=1"), "It has: "),
+        (("train", "digits", "--set", "epochs"), "field=value"),
+        (("train", "digits", "--set", "epochs=-1"), "greater than or equal to 1"),
+        (("inspect", "nothing"), "There is no recipe"),
+        (("data", "nothing"), "There is no set 'nothing'"),
+        (("reproduce", "nothing"), "There is no recipe"),
+    ],
+)
+def test_a_wrong_word_ends_in_one_clear_line_and_exit_code_two(words, message):
+    shown = run(*words)
+    assert shown.exit_code == 2
+    assert message in shown.stderr.replace("\n", " ")
+    assert "Traceback" not in shown.output
+
+
+def test_no_data_and_no_network_end_in_what_was_tried(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHALLOWER_DATA", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("urllib.request.urlopen", _refused)
+    shown = run("train", "mnist-fc10", "--out", str(tmp_path / "run"))
+    assert shown.exit_code == 2
+    assert "shallower data mnist" in shown.stderr.replace("\n", " ")
+    assert not (tmp_path / "run").exists()
+
+
+def _refused(*args, **kwargs):
+    raise OSError("no network")
+
+
+def test_data_verifies_and_counts():
+    assert "1,438 training and 359 test samples" in run("data", "digits").stdout.replace("\n", " ")
+
+
+def test_reproduce_runs_each_seed_once_and_prints_the_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = run("reproduce", "digits", "--seeds", "2", "--jobs", "2", *QUICK)
+    assert shown.exit_code == 0, shown.output
+    assert "| digits | 2 |" in shown.stdout
+    kept = sorted(path.name for path in (tmp_path / "results" / "digits").iterdir())
+    assert kept == ["seed0.json", "seed1.json"]
+    before = (tmp_path / "results" / "digits" / "seed0.json").stat().st_mtime_ns
+    assert run("reproduce", "digits", "--seeds", "2", *QUICK).exit_code == 0
+    assert (tmp_path / "results" / "digits" / "seed0.json").stat().st_mtime_ns == before
+
+
+def test_a_run_that_fails_is_named_with_its_log(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = run("reproduce", "digits", "--seeds", "1", "--set", "optimizer=sgd", "--set", "lr=1e9")
+    assert shown.exit_code == 2
+    assert "digits seed 0" in shown.stderr.replace("\n", " ")
+    assert (tmp_path / "runs" / "digits" / "seed0" / "log.txt").read_text()
+
+
+def test_a_missing_tensorboard_names_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    shown = run("train", "digits", *QUICK, "--tensorboard", "--out", str(tmp_path / "run"))
+    assert shown.exit_code == 2
+    assert 'pip install "shallower[tensorboard]"' in shown.stderr.replace("\n", " ")

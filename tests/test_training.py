@@ -1,0 +1,154 @@
+"""Runs of a few epochs: their folder, their resume, their ends."""
+
+import csv
+import json
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+import shallower
+from shallower import data
+from shallower.recipes import Recipe, recipe
+from shallower.training import Interrupted, Machine, Result, RunError, loop, train
+from shallower.training.result import loss_of
+from shallower.training.run import Run
+
+QUICK = {"epochs": 3, "finalize_epoch": 2, "theta_lr": 0.05, "log_gamma": -100.0}
+
+
+@pytest.fixture(scope="module")
+def digits() -> data.Task:
+    return data.load("digits")
+
+
+def quick(**fields) -> Recipe:
+    options = {"inputs": 64, "width": 16, "depth": 4, "outputs": 10}
+    return recipe("digits", {**QUICK, "options": options, **fields})
+
+
+def rows(path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+def test_a_run_leaves_everything_in_its_folder(digits, tmp_path):
+    result = train(quick(), digits, tmp_path / "run", seed=1)
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {
+        *("recipe.json", "metrics.csv", "thetas.csv", "events.jsonl", "result.json", "checkpoint.pt"),
+        *("model.safetensors", "structure.json"),
+    }
+    assert Result.model_validate_json((tmp_path / "run" / "result.json").read_text()) == result
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["seed"] == 1
+    assert len(rows(tmp_path / "run" / "metrics.csv")) == len(rows(tmp_path / "run" / "thetas.csv")) == 3
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert {e["block"] for e in events} | set(result.blocks_kept) == {f"blocks.{i}" for i in range(4)}
+    assert result.layers == 2 + 2 * len(result.blocks_kept)
+    assert result.params < result.params_dense
+    assert 0 < result.training_macs_ratio < 1
+
+
+def test_the_stored_network_is_the_trained_one(digits, tmp_path):
+    result = train(quick(), digits, tmp_path, seed=0)
+    net = shallower.load(tmp_path)
+    images, labels = next(iter(digits.batches("test", 1000)))
+    with torch.no_grad():
+        right = (net(images).argmax(1) == labels).float().mean().item()
+    assert 100 * right == pytest.approx(result.test_accuracy)
+    assert sum(p.numel() for p in net.parameters()) == result.params_absorbed
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"estimator": "flip"}, {"log_gamma": None}, {"optimizer": "sgd", "cosine": True}]
+)
+@pytest.mark.parametrize("stop", [10, 60, 100])
+def test_an_interrupted_run_resumes_to_the_same_end_bit_for_bit(digits, tmp_path, monkeypatch, fields, stop):
+    """Stopped in the first, the second and the fine-tuning epoch."""
+    whole = train(quick(**fields), digits, tmp_path / "whole", seed=3)
+    calls = []
+
+    def interrupting(*args):
+        calls.append(1)
+        if len(calls) == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss_of(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "loss_of", interrupting)
+        with pytest.raises(Interrupted, match="--resume"):
+            train(quick(**fields), digits, tmp_path / "part", seed=3)
+    resumed = train(quick(**fields), digits, tmp_path / "part", seed=3, resume=True)
+    same = {k: v for k, v in whole.model_dump().items() if k != "seconds"}
+    assert {k: v for k, v in resumed.model_dump().items() if k != "seconds"} == same
+    assert rows(tmp_path / "part" / "metrics.csv") == rows(tmp_path / "whole" / "metrics.csv")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
+    assert weights[0] == weights[1]
+
+
+def test_two_seeds_differ_and_one_repeats(digits, tmp_path):
+    results = [train(quick(), digits, tmp_path / str(i), seed=s) for i, s in enumerate((0, 0, 1))]
+    assert results[0].test_loss == results[1].test_loss != results[2].test_loss
+
+
+def test_a_regression_reports_its_error(tmp_path):
+    result = train(recipe("diabetes", {"epochs": 5, "finalize_epoch": 4}), data.load("diabetes"), tmp_path)
+    assert result.test_accuracy is None
+    assert result.test_rmse == pytest.approx((2 * result.test_loss) ** 0.5)
+
+
+def test_bf16_and_channels_last_train(digits, tmp_path):
+    result = train(quick(epochs=2), digits, tmp_path, machine=Machine("cpu", bf16=True, channels_last=False))
+    assert result.test_accuracy is not None
+    assert result.test_accuracy > 50
+
+
+def test_a_folder_that_exists_is_not_touched(digits, tmp_path):
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(RunError, match=r"--resume.*--overwrite.*--out"):
+        train(quick(), digits, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_resuming_with_another_recipe_or_seed_is_refused(digits, tmp_path):
+    train(quick(epochs=2), digits, tmp_path)
+    for fields, seed in (({"epochs": 2, "lr": 0.1}, 0), ({"epochs": 2}, 5)):
+        with pytest.raises(RunError, match="another run"):
+            train(quick(**fields), digits, tmp_path, seed=seed, resume=True)
+
+
+def test_resuming_from_nothing_or_from_a_damaged_file_is_refused(digits, tmp_path):
+    with pytest.raises(RunError, match="without --resume"):
+        train(quick(), digits, tmp_path, resume=True)
+    (tmp_path / "checkpoint.pt").write_bytes(b"no checkpoint")
+    with pytest.raises(RunError, match="--overwrite"):
+        train(quick(), digits, tmp_path, resume=True)
+
+
+def test_a_loss_that_explodes_names_the_epoch_and_keeps_the_checkpoint(digits, tmp_path):
+    with pytest.raises((RunError, FloatingPointError), match=r"epoch|step"):
+        train(quick(optimizer="sgd", lr=1e6), digits, tmp_path)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(digits, tmp_path, monkeypatch):
+    train(quick(epochs=2), digits, tmp_path)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        Run(quick(epochs=2), digits, seed=0, machine=Machine()).save(tmp_path)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not list(tmp_path.glob(".*part"))
+
+
+def test_training_works_outside_the_main_thread(digits, tmp_path):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(train(quick(epochs=2), digits, tmp_path)))
+    thread.start()
+    thread.join()
+    assert found
