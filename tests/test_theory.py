@@ -122,7 +122,7 @@ def trajectory(w: float, theta: float, *, decay: float, log_gamma: float, step: 
         tolerance=0.0,
         seed=4,
     )
-    z, target = torch.ones(1, dtype=torch.float64), 1.5
+    z, target = torch.ones(1, dtype=torch.float64, requires_grad=True), 1.5
 
     def loss() -> Tensor:
         return 0.5 * (target - model(z)).square().sum()
