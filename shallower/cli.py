@@ -18,7 +18,7 @@ from shallower.blocks import find_blocks
 from shallower.graphs import replace
 from shallower.ledger import count_macs, count_parameters
 from shallower.recipes import RECIPES, Recipe, RecipeError, recipe
-from shallower.reports import markdown_table, read_results
+from shallower.reports import histogram_table, markdown_table, read_results, write_section
 from shallower.reproduce import reproduce_all
 from shallower.split import Block
 from shallower.training import Interrupted, Machine, Result, RunError, train
@@ -117,6 +117,9 @@ def reproduce(
     set_: Overrides = None,
     runs: Annotated[Path, typer.Option(help="the folders of the runs")] = Path("runs"),
     results: Annotated[Path, typer.Option(help="where each result.json is kept")] = Path("results"),
+    into: Annotated[
+        str | None, typer.Option(help="FILE:SECTION of a Markdown file to put the table in")
+    ] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -131,6 +134,9 @@ def reproduce(
         )
         found = [r for r in read_results([results]) if r.recipe in names]
         print(json.dumps([r.model_dump() for r in found]) if as_json else markdown_table(found))
+        if into is not None:
+            path, _, section = into.rpartition(":")
+            write_section(Path(path), section, f"{markdown_table(found)}\n{histogram_table(found)}")
         if failed:
             raise RunError(f"{len(failed)} runs failed: {', '.join(failed)}; each folder has a log.txt.")
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from shallower.reports import markdown_table, read_results
-from shallower.reports.table import survivors
+from shallower.reports import histogram_table, markdown_table, read_results, survivors, write_section
 from shallower.training import Result
 
 
@@ -57,6 +56,21 @@ def test_rows_stand_in_the_order_of_the_recipes():
 def test_the_histogram_counts_runs_in_which_a_block_survived():
     runs = [result(0, 98.0, ["blocks.0"]), result(1, 99.0, ["blocks.0", "blocks.1"])]
     assert survivors(runs) == {"blocks.0": 2, "blocks.1": 1}
+
+
+def test_the_histogram_as_a_table_counts_in_natural_order():
+    runs = [result(0, 98.0, ["blocks.10", "blocks.9"]), result(1, 99.0, ["blocks.9"])]
+    assert histogram_table(runs).splitlines()[-1] == "| mnist-fc10 | 2 | blocks.9: 2, blocks.10: 1 |"
+
+
+def test_a_section_is_replaced_and_the_rest_stays(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("before\n<!-- mnist -->\nold\n<!-- /mnist -->\nafter\n")
+    for _ in range(2):
+        write_section(path, "mnist", "new\n")
+        assert path.read_text() == "before\n<!-- mnist -->\nnew\n<!-- /mnist -->\nafter\n"
+    with pytest.raises(ValueError, match="<!-- other -->"):
+        write_section(path, "other", "new\n")
 
 
 def test_results_are_found_below_a_folder_and_a_strange_file_is_named(tmp_path):

@@ -1,5 +1,5 @@
 """Tables and figures of finished runs."""
 
-from shallower.reports.table import markdown_table, read_results
+from shallower.reports.table import histogram_table, markdown_table, read_results, survivors, write_section
 
-__all__ = ["markdown_table", "read_results"]
+__all__ = ["histogram_table", "markdown_table", "read_results", "survivors", "write_section"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from shallower.files import write_text
 from shallower.recipes import RECIPES, Paper
 from shallower.training.result import Result
 
@@ -50,6 +51,33 @@ def markdown_table(results: Sequence[Result]) -> str:
     for name in sorted({r.recipe for r in results}, key=_place):
         lines.append("| " + " | ".join(_row(name, [r for r in results if r.recipe == name])) + " |")
     return "\n".join(lines) + "\n"
+
+
+def histogram_table(results: Sequence[Result]) -> str:
+    """In how many runs each block survived, one row per recipe: the paper's figure as a table."""
+    lines = ["| recipe | runs | survivors (block: runs) |", "| --- | ---: | --- |"]
+    for name in sorted({r.recipe for r in results}, key=_place):
+        runs = [r for r in results if r.recipe == name]
+        counts = sorted(survivors(runs).items(), key=lambda item: _natural(item[0]))
+        lines.append(f"| {name} | {len(runs)} | {', '.join(f'{block}: {n}' for block, n in counts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_section(path: Path, section: str, text: str) -> None:
+    """Put `text` between `<!-- section -->` and `<!-- /section -->` in a Markdown file."""
+    begin, end = f"<!-- {section} -->", f"<!-- /{section} -->"
+    whole = path.read_text()
+    if whole.count(begin) != 1 or whole.count(end) != 1 or whole.index(begin) > whole.index(end):
+        raise ValueError(
+            f"{path} needs one line {begin!r} and after it one line {end!r}, to write between them."
+        )
+    before, after = whole.split(begin)[0], whole.split(end)[1]
+    write_text(path, f"{before}{begin}\n{text}{end}{after}")
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """So that blocks.10 stands behind blocks.9."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def survivors(results: Sequence[Result]) -> dict[str, int]:
