@@ -46,6 +46,7 @@ class Recipe(BaseModel):
     finetune_lr: float | None = Field(
         default=None, gt=0
     )  # from the finalising epoch on; else the schedule goes on
+    fresh_moments: bool = False  # of the optimiser, when fine-tuning begins
     decay: float = Field(default=1.0, ge=0)  # lambda; the optimiser's weight decay is lambda / N
 
     log_gamma: float | None = Field(default=None, lt=0)  # None: the dense network
@@ -96,7 +97,8 @@ def recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
 
 def _mnist(name: str, *, task: str = "mnist", epochs: int = 60, **fields: Any) -> Recipe:
     """50 epochs of Adam at 1e-3 and 10 at 1e-4, batches of 64, lambda 1."""
-    common = {"finetune_lr": 1e-4, "finalize_epoch": 50, "threshold": 1e-3, "theta_lr": 1e-3}
+    common: dict[str, Any] = {"finalize_epoch": 50, "threshold": 1e-3, "theta": 0.1, "theta_lr": 1e-3}
+    common |= {"finetune_lr": 1e-4, "fresh_moments": True}
     return Recipe(name=name, task=task, epochs=epochs, **{**common, **fields})
 
 
@@ -104,7 +106,6 @@ _FC: dict[str, Any] = {
     "network": "fc",
     "fixed_layers": 1,
     "log_gamma": -200.0,
-    "theta": 0.1,
     "departs": "theta starts at 0.1 (unsaid in the paper); the block is z + relu(W z + b)",
 }
 _CNN: dict[str, Any] = {
@@ -122,7 +123,12 @@ def _fc(depth: int, accuracy: float, sd: float, layers: float, layers_sd: float,
 
 def _cnn(depth: int, accuracy: float, sd: float, layers: float, layers_sd: float, ppr: float) -> Recipe:
     figures = Paper(accuracy=accuracy, accuracy_sd=sd, layers=layers, layers_sd=layers_sd, ppr=ppr)
-    return _mnist(f"mnist-cnn{depth}", options={"depth": depth, "pool": "after-stem"}, paper=figures, **_CNN)
+    return _mnist(
+        f"mnist-cnn{depth}",
+        options={"depth": depth, "pool": "after-stem", "form": "relu-inside"},
+        paper=figures,
+        **_CNN,
+    )
 
 
 def _resnet(
@@ -262,7 +268,12 @@ _TABLE = [
         "mnist-lenet5-dense", network="lenet5", fixed_layers=2, paper=Paper(accuracy=99.20, accuracy_sd=0.08)
     ),
     _mnist("fashion-fc20", task="fashion-mnist", options={"depth": 20, "form": "relu-inside"}, **_FC),
-    _mnist("fashion-cnn20", task="fashion-mnist", options={"depth": 20, "pool": "after-stem"}, **_CNN),
+    _mnist(
+        "fashion-cnn20",
+        task="fashion-mnist",
+        options={"depth": 20, "pool": "after-stem", "form": "relu-inside"},
+        **_CNN,
+    ),
     _mnist(
         "fashion-fc20-dense",
         task="fashion-mnist",
@@ -273,7 +284,7 @@ _TABLE = [
         "fashion-cnn20-dense",
         task="fashion-mnist",
         **{**_CNN, "log_gamma": None, "departs": ""},
-        options={"depth": 20, "pool": "after-stem"},
+        options={"depth": 20, "pool": "after-stem", "form": "relu-inside"},
     ),
     _vgg("dense", None, Paper(accuracy=94.05)),
     _vgg("1200", -1200.0, Paper(accuracy=93.86, ppr=72.85, fpr=33.12)),

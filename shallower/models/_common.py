@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+import torch
 from torch import nn
 
 from shallower.residual import Residual
@@ -40,13 +41,20 @@ def he_(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def layer_block(layer: nn.Module, form: Form) -> Residual:
+def layer_block(layer: nn.Module, form: Form, gain: float) -> Residual:
     """A block of a single layer W, with the ReLU outside of the gate or inside.
 
-    relu-outside    z_next = relu(z + W z + b)
-    relu-inside     z_next = z + relu(W z + b)
+        relu-outside    z_next = relu(z + W z + b)
+        relu-inside     z_next = z + relu(W z + b)
+
+    Its initial weights are `gain` times PyTorch's default.
     """
     one_of(get_args(Form), form=form)
+    if not gain > 0:
+        raise ValueError(f"gain={gain} was given; it must be positive: a layer at zero would never wake up.")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(gain)
     return (
         Residual(layer, tail=nn.ReLU())
         if form == "relu-outside"

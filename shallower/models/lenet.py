@@ -11,7 +11,12 @@ Pool = Literal["end-of-stage", "after-stem"]
 
 
 def cnn(
-    depth: int, *, pool: Pool = "end-of-stage", form: Form = "relu-outside", classes: int = 10
+    depth: int,
+    *,
+    pool: Pool = "end-of-stage",
+    form: Form = "relu-outside",
+    gain: float = 1.0,
+    classes: int = 10,
 ) -> nn.Sequential:
     """MNIST CNN-L with L = `depth` convolutions of 5x5, half with 6 features and half with 16.
 
@@ -21,7 +26,7 @@ def cnn(
     The first convolution of each half changes the number of features (1 to 6, 6 to 16), has no skip
     and is never pruned; the other L/2 - 1 of each half are blocks. `pool` sets where a half is
     pooled: "end-of-stage" runs its blocks on 24x24 and 8x8 images, "after-stem" on 12x12 and 4x4,
-    at a quarter of their cost and with the same parameters.
+    at a quarter of their cost and with the same parameters. Blocks start at `gain` times PyTorch's default.
     """
     at_least(2, depth=depth)
     at_least(1, classes=classes)
@@ -36,7 +41,8 @@ def cnn(
     def stage(channels: int, features: int) -> nn.Sequential:
         entry = [nn.Conv2d(channels, features, 5), nn.ReLU()]
         blocks = [
-            layer_block(nn.Conv2d(features, features, 5, padding=2), form) for _ in range(depth // 2 - 1)
+            layer_block(nn.Conv2d(features, features, 5, padding=2), form, gain)
+            for _ in range(depth // 2 - 1)
         ]
         if pool == "end-of-stage":
             return nn.Sequential(*entry, *blocks, nn.MaxPool2d(2))

@@ -18,20 +18,24 @@ def fc(
     inputs: int = 784,
     classes: int = 10,
     form: Form = "relu-outside",
+    gain: float = 1.0,
 ) -> nn.Sequential:
     """MNIST FC-L with L = `depth`: an input layer, L - 1 blocks of one dense layer, an output layer.
 
         relu-outside    z_next = relu(z + W z + b)
         relu-inside     z_next = z + relu(W z + b)
 
-    The theory asks for a branch that ends in W, which only the first form has. Images are flattened.
+    The theory asks for a branch that ends in W, which only the first form has. Blocks start at
+    `gain` times PyTorch's default initial weights. Images are flattened.
     """
     at_least(1, depth=depth, width=width, inputs=inputs, classes=classes)
     one_of(get_args(Form), form=form)
     return nn.Sequential(
         OrderedDict(
             stem=nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), nn.ReLU()),
-            blocks=nn.Sequential(*(layer_block(nn.Linear(width, width), form) for _ in range(depth - 1))),
+            blocks=nn.Sequential(
+                *(layer_block(nn.Linear(width, width), form, gain) for _ in range(depth - 1))
+            ),
             head=nn.Linear(width, classes),
         )
     )

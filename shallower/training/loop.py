@@ -67,6 +67,8 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
     recipe, kind = run.recipe, run.task.kind
     if run.pruner is not None and recipe.finalize_epoch == epoch and not run.pruner.finalized:
         run.pruner.finalize(recipe.threshold)
+    if recipe.fresh_moments and recipe.finalize_epoch == epoch and run.loader.batch == 0:
+        run.optimizer.state.clear()
     begun = time.perf_counter()
     run.model.train()
     for inputs, labels in run.loader:
