@@ -106,19 +106,27 @@ _FC: dict[str, Any] = {
     "network": "fc",
     "fixed_layers": 1,
     "log_gamma": -200.0,
-    "departs": "theta starts at 0.1 (unsaid in the paper); the block is z + relu(W z + b)",
+    "departs": (
+        "theta starts at 0.1 and initial weights of blocks are 0.3 times PyTorch's (both unsaid in the paper); "
+        "the block is z + relu(W z + b)"
+    ),
 }
 _CNN: dict[str, Any] = {
     "network": "cnn",
     "fixed_layers": 1,
     "log_gamma": -50.0,
-    "departs": "pooling right after stem and transition (unsaid in the paper)",
+    "departs": (
+        "theta starts at 0.1, pooling right after stem and transition (both unsaid in the paper); "
+        "the block is z + relu(W z + b)"
+    ),
 }
 
 
 def _fc(depth: int, accuracy: float, sd: float, layers: float, layers_sd: float, ppr: float) -> Recipe:
     figures = Paper(accuracy=accuracy, accuracy_sd=sd, layers=layers, layers_sd=layers_sd, ppr=ppr)
-    return _mnist(f"mnist-fc{depth}", options={"depth": depth, "form": "relu-inside"}, paper=figures, **_FC)
+    return _mnist(
+        f"mnist-fc{depth}", options={"depth": depth, "form": "relu-inside", "gain": 0.3}, paper=figures, **_FC
+    )
 
 
 def _cnn(depth: int, accuracy: float, sd: float, layers: float, layers_sd: float, ppr: float) -> Recipe:
@@ -267,7 +275,9 @@ _TABLE = [
     _mnist(
         "mnist-lenet5-dense", network="lenet5", fixed_layers=2, paper=Paper(accuracy=99.20, accuracy_sd=0.08)
     ),
-    _mnist("fashion-fc20", task="fashion-mnist", options={"depth": 20, "form": "relu-inside"}, **_FC),
+    _mnist(
+        "fashion-fc20", task="fashion-mnist", options={"depth": 20, "form": "relu-inside", "gain": 0.3}, **_FC
+    ),
     _mnist(
         "fashion-cnn20",
         task="fashion-mnist",
@@ -278,7 +288,7 @@ _TABLE = [
         "fashion-fc20-dense",
         task="fashion-mnist",
         **{**_FC, "log_gamma": None, "departs": ""},
-        options={"depth": 20, "form": "relu-inside"},
+        options={"depth": 20, "form": "relu-inside", "gain": 0.3},
     ),
     _mnist(
         "fashion-cnn20-dense",
