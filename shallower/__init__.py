@@ -2,7 +2,7 @@
 
 from shallower.absorb import Absorption, absorb
 from shallower.blocks import find_blocks, survey
-from shallower.estimators import first_order, flip
+from shallower.estimators import at_the_sum, first_order, flip
 from shallower.gate import Gate
 from shallower.optim import RobbinsMonro, forget
 from shallower.prior import constant, linear_ramp
@@ -25,6 +25,7 @@ __all__ = [
     "RobbinsMonro",
     "ZeroPad",
     "absorb",
+    "at_the_sum",
     "constant",
     "find_blocks",
     "first_order",

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from shallower import optim
 from shallower.flow import Flow, NoFlow, inline
 from shallower.fold import Folded, Layer, check_size, into_readers, into_writers, is_linear_map, thinned
-from shallower.graphs import chain, is_identity, replace
+from shallower.graphs import chain, is_identity, replace, without_identities
 from shallower.operations import ChannelMap, is_neutral, is_relu, is_transparent, map_of
 from shallower.split import Block
 
@@ -73,48 +73,66 @@ class _Surgery:
         bypass = self.model.get_submodule(name)
         graph = inline(bypass)
         steps = self.flow.steps(graph)
-        linear = [n for n in steps if n.op == "call_module" and is_linear_map(bypass, n)]
-        if len(linear) == 1 == len([n for n in steps if not is_neutral(bypass, n)]):
-            return self._fold_linear(name, cast(Layer, bypass.get_submodule(str(linear[0].target))))
+        real = [n for n in steps if not is_neutral(bypass, n)]
+        linear = [n for n in real if n.op == "call_module" and is_linear_map(bypass, n)]
         maps = [n for n in steps if map_of(n) is not None]
         if maps and all(n in maps or is_transparent(bypass, n) for n in steps):
             return self._fold_map(name, graph, maps)
-        if not maps and not linear:
-            return self._drop_relu(name, bypass, steps)
-        raise NoFlow("its linear map stands among others that it does not commute with")
+        if linear:
+            return self._fold_linear(name, graph, real, linear)
+        if maps:
+            raise NoFlow("its map of channels stands among others that it does not commute with")
+        return self._drop_relu(name, graph, real)
 
-    def _drop_relu(self, name: str, bypass: nn.Module, steps: list[fx.Node]) -> str:
-        for n in steps:
-            if not (is_neutral(bypass, n) or is_relu(bypass, n)):
+    def _drop_relu(self, name: str, graph: fx.Graph, real: list[fx.Node]) -> str:
+        bypass = self.model.get_submodule(name)
+        for n in real:
+            if not is_relu(bypass, n):
                 raise NoFlow(f"its {n.name} is no linear map that could be folded")
         if not self._reads_nonnegative(name):
             raise NoFlow("its ReLU is needed, because what it reads may be negative")
-        replace(self.model, name, nn.Identity())
+        self._shrink(name, graph, real)
         return "the ReLU before it"
 
     def _reads_nonnegative(self, name: str) -> bool:
         return self.flow.is_nonnegative(self.flow.node(name).all_input_nodes[0])
 
+    def _shrink(self, name: str, graph: fx.Graph, gone: list[fx.Node]) -> None:
+        """The bypass without the operations in `gone`, nor the copies that were made for them to work on."""
+        bypass = self.model.get_submodule(name)
+        copies = [n for n in graph.nodes if n.target == "clone" and set(n.users) <= set(gone)]
+        for node in [*gone, *copies]:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+        graph = without_identities(bypass, graph)
+        replace(self.model, name, nn.Identity() if is_identity(graph) else fx.GraphModule(bypass, graph))
+
     # -- a linear map W3 --------------------------------------------------------------------------
 
-    def _fold_linear(self, name: str, bypass: Layer) -> str:
-        reasons = []
-        for find, compute in ((self._readers, into_readers), (self._writers, into_writers)):
+    def _fold_linear(self, name: str, graph: fx.Graph, real: list[fx.Node], linear: list[fx.Node]) -> str:
+        """The last operation into the layers that read it, or the first into those that wrote it."""
+        bypass, reasons = self.model.get_submodule(name), []
+        ways = [(real[-1], self._readers, into_readers), (real[0], self._writers, into_writers)]
+        for node, find, compute in ways:
+            if node not in linear:
+                reasons.append("its linear map stands among others that it does not commute with")
+                continue
+            mine = cast(Layer, bypass.get_submodule(str(node.target)))
             try:
                 paths = find(name)
                 layers = [_layer(self.model, path) for path in paths]
-                folded = compute(layers, bypass)
-                check_size(layers, bypass, folded)
+                folded = compute(layers, mine)
+                check_size(layers, mine, folded)
             except NoFlow as no:
                 reasons.append(str(no))
                 continue
             for layer, new in zip(layers, folded, strict=True):
                 self._set(layer, new)
-            replace(self.model, name, nn.Identity())
+            self._shrink(name, graph, [node])
             if self.optimizer is not None:
-                optim.forget(self.optimizer, set(bypass.parameters()) - set(self.model.parameters()))
+                optim.forget(self.optimizer, set(mine.parameters()) - set(self.model.parameters()))
             return " and ".join(paths)
-        raise NoFlow("; ".join(reasons))
+        raise NoFlow("; ".join(dict.fromkeys(reasons)))
 
     def _readers(self, name: str) -> list[str]:
         """All layers that read the bypass, or none: every way on must end in one."""
@@ -141,12 +159,8 @@ class _Surgery:
         for block, module in rebuilt.items():
             replace(self.model, block, module)
         bypass, nonnegative = self.model.get_submodule(name), self._reads_nonnegative(name)
-        for node in list(graph.nodes):
-            if node in maps or (nonnegative and is_relu(bypass, node)):
-                node.replace_all_uses_with(node.all_input_nodes[0])
-                graph.erase_node(node)
-        rest = nn.Identity() if is_identity(graph) else fx.GraphModule(bypass, graph)
-        replace(self.model, name, rest)
+        idle = [n for n in graph.nodes if nonnegative and is_relu(bypass, n)]
+        self._shrink(name, graph, [*maps, *idle])
         return " and ".join(readers.paths)
 
     def _with_map_on_skip(self, name: str, maps: list[fx.Node]) -> nn.Module:

@@ -1,13 +1,18 @@
 """Which blocks of a model are gated: found by structure, whoever wrote the class, or named by the user."""
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
 
 from shallower.gate import Gated
-from shallower.split import Block, NotResidual, split
+from shallower.graphs import OwnForward, Untraceable, trace_modes
+from shallower.split import VIEWS, Block, NotResidual, overwritten, split
 
+FRESH = {operator.add, operator.sub, operator.mul, torch.add, torch.cat, torch.relu, "mean", "size", "add"}
 CONTAINERS = (nn.Sequential.forward, nn.Module.forward)  # a forward that only chains, and none at all
 
 
@@ -75,9 +80,15 @@ def choose(model: nn.Module, blocks: Sequence[str] | BlockFinder | None) -> Surv
     """The blocks to gate, or an error that says why there are none."""
     gated = [name for name, module in model.named_modules() if isinstance(module, Gated)]
     if gated:
-        raise ValueError(f"{gated} are gated already; use that Pruner, or `finish()` it first.")
+        raise ValueError(
+            f"{gated} are gated already. `finish()` the Pruner that did it first; a copy of a gated model "
+            "cannot be pruned on its own: copy the model before it is gated."
+        )
+    if isinstance(blocks, str):
+        raise ValueError(f"Found blocks={blocks!r}; give a list of names: blocks=[{blocks!r}].")
     if callable(blocks):
         found = Survey(list(blocks(model)), {})
+        _check_found(model, found.blocks)
     else:
         found = survey(model)
         if blocks is not None:
@@ -93,6 +104,31 @@ def choose(model: nn.Module, blocks: Sequence[str] | BlockFinder | None) -> Surv
     return found
 
 
+def _check_found(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """A user's finder must keep to the rules that ours does."""
+    modules = dict(model.named_modules())
+    names = [block.name for block in blocks]
+    for block in blocks:
+        around = [name for name in names if block.name.startswith(f"{name}.")]
+        if block.name not in modules or names.count(block.name) > 1 or around:
+            reason = (
+                "the model has none"
+                if block.name not in modules
+                else f"it stands {names.count(block.name)} times"
+            )
+            reason = f"it stands inside of {around[0]!r}" if around else reason
+            raise ValueError(
+                f"The function in blocks= returned {block.name!r}, but {reason}. Each block must be "
+                "a submodule of the model, once, and none inside of another."
+            )
+        try:
+            _check_ownership(model, block, modules[block.name])
+        except NotResidual as no:
+            raise ValueError(
+                f"The block {block.name!r} that blocks= returned cannot be pruned: {no}."
+            ) from no
+
+
 def _select(found: Survey, names: Sequence[str]) -> Survey:
     by_name = {block.name: block for block in found.blocks}
     for name in names:
@@ -100,3 +136,58 @@ def _select(found: Survey, names: Sequence[str]) -> Survey:
             reason = found.rejected.get(name, "no such residual block was found")
             raise ValueError(f"{name!r} cannot be gated: {reason}. Found were: {list(by_name)}.")
     return Survey([by_name[name] for name in by_name if name in set(names)], found.rejected)
+
+
+# -- who works in place ---------------------------------------------------------------------------------
+
+
+class _Whole(OwnForward):
+    """Opens the user's modules, but not the blocks."""
+
+    def __init__(self, leaves: set[str]) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        own = m.__module__.startswith("torch.nn") and not isinstance(m, nn.Sequential)
+        return own or module_qualified_name in self.leaves
+
+
+def unaliased(model: nn.Module, blocks: Sequence[Block]) -> set[str]:
+    """The blocks that must not hand on their very input when they are closed.
+
+    An open block returns memory of its own. A closed one may return its input, which is the same unless
+    somebody overwrites one of the two in place; where that cannot be excluded, it returns a copy.
+    """
+    by_name = {block.name: block for block in blocks}
+    try:
+        graph, _ = trace_modes(model, lambda: _Whole(set(by_name)))
+    except Untraceable:
+        return set(by_name)
+
+    def overwrites(node: fx.Node, value: fx.Node) -> bool:
+        if node.op == "call_module" and str(node.target) in by_name:
+            return by_name[str(node.target)].overwrites
+        return overwritten(model, node) is value
+
+    def touched(value: fx.Node) -> bool:
+        """Whether `value`, or what may be a view of it, is overwritten."""
+        return any(
+            overwrites(n, value) or (not _is_fresh(model, n, by_name) and touched(n)) for n in value.users
+        )
+
+    safe = set()
+    for name in by_name:
+        nodes = [n for n in graph.nodes if n.op == "call_module" and n.target == name]
+        if len(nodes) == 1 and not touched(nodes[0]) and not touched(nodes[0].all_input_nodes[0]):
+            safe.add(name)
+    return set(by_name) - safe
+
+
+def _is_fresh(model: nn.Module, node: fx.Node, blocks: Mapping[str, Block]) -> bool:
+    """Whether `node` certainly returns memory of its own."""
+    if node.op == "call_module":
+        return str(node.target) in blocks or type(model.get_submodule(str(node.target))) not in VIEWS
+    named = getattr(node.target, "__module__", "")
+    functional = named == F.__name__ and node.target is not F.dropout
+    return node.op == "output" or functional or node.target in FRESH

@@ -1,7 +1,10 @@
-"""What a block is worth: two functions of one signature; a user's third is passed the same way.
+"""What a block is worth: functions of one signature; a user's own is passed the same way.
 
-Both return one number per gate, in nats of the mean loss: loss(xi=1) - loss(xi=0), negative for a block
-that helps. The pruner calls them without gradients and with the running statistics frozen.
+Each returns one number per gate, in nats of the mean loss: loss(xi=1) - loss(xi=0), negative for a block
+that helps. The pruner calls it without gradients and with the running statistics frozen. An estimator whose
+attribute `needs_loss` is true runs the network again: it is called at the weights with which the step's
+gradient was taken, and gates need not watch the backward pass for it. One whose attribute `free` is false
+has every gate watch its sum, and none use Euler's identity.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +20,11 @@ Estimator = Callable[[Sequence[Gate], Closure | None], Sequence[Tensor]]
 
 
 def first_order(gates: Sequence[Gate], closure: Closure | None = None) -> list[Tensor]:
-    """<dloss/dsum, branch(z)>, left behind by the backward pass. No extra forward.                  (3)"""
+    """<dloss/dsum, branch(z)>, left behind by the backward pass. No extra forward.                  (3)
+
+    An open block's share is read off the gradients of its last layer, so the loss must see that layer through
+    the network alone; with a penalty on weights in the loss, use `at_the_sum`.
+    """
     missing = [gate.name for gate in gates if gate.worth is None]
     if missing:
         raise RuntimeError(
@@ -32,7 +39,8 @@ def first_order(gates: Sequence[Gate], closure: Closure | None = None) -> list[T
 def flip(gates: Sequence[Gate], closure: Closure | None = None) -> list[Tensor]:
     """loss(xi=1) - loss(xi=0) by running the network again with one gate flipped: exact.            (4)
 
-    `closure` runs the model on the batch and returns the mean loss. What runs before the flipped gate is
+    `closure` runs the model on the batch and returns the mean loss. With dropout the two networks have other
+    masks, so the difference is right on average only. What runs before the flipped gate is
     the same in both networks, so the gated blocks below it return what they returned the first time.
     """
     if closure is None:
@@ -58,7 +66,22 @@ def flip(gates: Sequence[Gate], closure: Closure | None = None) -> list[Tensor]:
     return differences
 
 
-flip.reads_worth = False  # type: ignore[attr-defined]  # gates need not watch the backward pass for it
+flip.needs_loss = True  # type: ignore[attr-defined]
+
+
+def at_the_sum(gates: Sequence[Gate], closure: Closure | None = None) -> list[Tensor]:
+    """`first_order` where the loss reads weights in other ways than through the network, as a penalty does.
+
+    The estimate is then taken at every block's sum; an open block keeps the output of its branch for that.
+    """
+    return first_order(gates, closure)
+
+
+at_the_sum.free = False  # type: ignore[attr-defined]
+
+
+def needs_loss(estimator: Estimator) -> bool:
+    return bool(getattr(estimator, "needs_loss", False))
 
 
 @contextmanager

@@ -6,28 +6,28 @@ A gated module keeps its place, its parameters and their names. Only its class c
 `forward` asks the gate which of the two networks to run, as FSDP2's `fully_shard` does it.
 """
 
+import copy
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from shallower.graphs import compiled, used_modules
+from shallower.graphs import compiled, frozen_statistics, source, used_modules
 from shallower.split import Block, linear_parameters, split
+from shallower.watch import Watch, inner, new_xi
 
-ATTRIBUTE = "shallower_gate"  # a gate is a child of its module under this name; it adds no state_dict key
+GATE, THETA = "shallower_gate", "shallower_theta"  # an attribute and a buffer of a gated module
+PARTS = ("head", "branch", "skip", "tail")
+Whole = Callable[..., Tensor]  # a module's own forward
 
 
-Whole = Callable[[Tensor], Tensor]  # a module's own forward
-
-
-class Gate(nn.Module):
+class Gate:
     """What one gated block knows: its rate, its current draw, and what the backward pass said it is worth.
 
     `worth` is the first-order estimate of loss(xi=1) - loss(xi=0), eq. (3): <dloss/dsum, branch(z)>,
@@ -36,33 +36,50 @@ class Gate(nn.Module):
 
         <dloss/dbranch, branch> = sum(p.grad * p),
 
-    at no cost in activations; a closed gate runs its branch forward only.
+    at no cost in activations, as long as the loss sees p through this branch alone; a closed gate runs its
+    branch forward only.
     """
 
-    theta: Tensor  # the rate of survival, in [0, 1]; a buffer, so that no weight optimiser sees it
+    head: Callable[[nn.Module, Tensor], Tensor]
+    branch: Callable[[nn.Module, Tensor], Tensor]
+    skip: Callable[[nn.Module, Tensor], Tensor]
+    tail: Callable[[nn.Module, Tensor], Tensor]
 
-    def __init__(self, block: Block, module: nn.Module, theta: float, *, watching: bool = True) -> None:
-        super().__init__()
-        self.name = block.name
+    def __init__(
+        self, block: Block, module: nn.Module, *, watching: bool = True, free: bool = True, alias: bool = True
+    ) -> None:
+        self.name, self.module = block.name, module
         self.watching = watching  # whether `worth` is wanted; if not, a closed gate runs nothing
-        self.register_buffer("theta", torch.tensor(theta, device=_device(module)), persistent=False)
+        self.wants_free = free  # whether Euler's identity may be used
+        self.alias = alias  # whether a closed block may hand on its very input
         self.xi = True
         self.credits: list[Tensor] = []
         self.record: list[tuple[Gate, Tensor]] | None = None  # see `estimators.flip`
         self.replay: deque[Tensor] = deque()
-        self._prepare(block, module)
+        self._prepare(block)
 
-    def _prepare(self, block: Block, module: nn.Module) -> None:
-        parts = (block.head, block.branch, block.skip, block.tail)
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    @property
+    def theta(self) -> Tensor:
+        """The rate of survival, in [0, 1]; a buffer, so that no weight optimiser sees it."""
+        return getattr(self.module, THETA)
+
+    def _prepare(self, block: Block) -> None:
+        parts = [getattr(block, part) for part in PARTS]
+        self.code = [source(part) for part in parts]
         self.head, self.branch, self.skip, self.tail = map(compiled, parts)
-        self.norms = [m for m in used_modules(module, block.branch) if isinstance(m, _NormBase)]
-        last = linear_parameters(module, block.branch)
-        self.input = next(iter(inspect.signature(module.forward).parameters))
-        self.ready = True
-        self.free = bool(last) and all(p.requires_grad for p in last)
+        self.inside = list(used_modules(self.module, block.branch))
+        self.constants = _constants(self.module)
+        self.inputs = inspect.signature(type(self.module).forward).parameters
+        last = linear_parameters(self.module, block) if self.wants_free else []
+        self.last = last if all(p.requires_grad for _, _, p in last) else []
+        self._opened = False  # a training forward of the open block has run since the last step
         self._handles: list[RemovableHandle] = []
-        if self.free and self.watching:
-            self._handles = [p.register_hook(partial(self._read, p)) for p in last]
+        if self.last and self.watching:
+            self._handles = [p.register_hook(partial(self._read, p)) for _, _, p in self.last]
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
@@ -70,104 +87,143 @@ class Gate(nn.Module):
             handle.remove()
         self._handles = []
 
+    # -- what the block is worth ----------------------------------------------------------------------
+
     @property
     def worth(self) -> Tensor | None:
         """The estimate (3) so far, or None where no gradient has reached the gate."""
         return sum(self.credits[1:], self.credits[0]) if self.credits else None
 
+    def clear(self) -> None:
+        self.credits.clear()
+        self._opened = False
+
+    def _free(self) -> bool:
+        """Whether Euler's identity holds now: the last map still has its parameters, and they are trained."""
+        return bool(self.last) and all(
+            owner._parameters.get(name) is p and p.requires_grad for owner, name, p in self.last
+        )
+
     def _read(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A hook of the backward pass: the weights have not moved yet, and nothing has been clipped."""
-        if self.training and self.xi:
+        if self._opened and self.xi:
             self.credits.append(inner(gradient, parameter.detach()))  # (3)
 
-    def run(self, module: nn.Module, whole: Whole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The forward pass of `module`, whose own forward is `whole`."""
+    # -- running --------------------------------------------------------------------------------------
+
+    def run(self, whole: Whole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The forward pass of the module, whose own forward is `whole`."""
         if self.replay:
-            return self.replay.popleft()
-        if len(args) + len(kwargs) != 1 or not kwargs.keys() <= {self.input}:
-            raise TypeError(
-                f"The block {self.name!r} was called with {len(args)} arguments and the keywords "
-                f"{list(kwargs)}, but it was split into skip and branch as a function of {self.input!r} "
-                "alone, every other argument at its default. Call it so, or leave the block out: "
-                "`Pruner(..., blocks=[...])`."
-            )
-        (z,) = (*args, *kwargs.values())
-        out = self._forward(module, whole, z)
+            return self.replay.popleft().clone()
+        out = self._forward(whole, self._input(args, kwargs))
         if self.record is not None:
-            self.record.append((self, out))
+            self.record.append((self, out.clone()))
         return out
 
-    def _forward(self, module: nn.Module, whole: Whole, z: Tensor) -> Tensor:
+    def _input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The one input; the other arguments must have the values that the block was split with."""
+        names = list(self.inputs)[1:]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        others = {n: v for n, v in given.items() if n != names[0]}
+        if names[0] not in given or not all(_is_default(self.inputs.get(n), v) for n, v in others.items()):
+            raise TypeError(
+                f"The block {self.name!r} was called with the arguments {list(given)}, but it was split into "
+                f"skip and branch as a function of {names[0]!r} alone, every other argument at its default. "
+                "Call it so, or leave the block out: `Pruner(..., blocks=[...])`."
+            )
+        return given[names[0]]
+
+    def _forward(self, whole: Whole, z: Tensor) -> Tensor:
+        module, training = self.module, self.module.training
         watching = self.watching and torch.is_grad_enabled()
-        if self.training and self.xi and (self.free or not watching):
-            return whole(z)  # open: the module as its author wrote it
+        if training and self.xi and (not watching or self._free()):
+            self._opened = self._opened or watching
+            return whole(z)  # (1) with xi = 1: the module as its author wrote it
+        self._check_constants()
         z = self.head(module, z)
-        if not self.training:
+        if not training:
             return self.tail(module, self.skip(module, z) + self.theta * self.branch(module, z))
+        skip = self.skip(module, z)
         if self.xi:
             branch = self.branch(module, z)
-            return self.tail(module, Watch.apply(self.skip(module, z) + branch, branch, _anchor(), self))
-        if not watching:
-            return self.tail(module, self.skip(module, z))
-        with torch.no_grad(), frozen_statistics(self.norms):
-            idle = self.branch(module, z)
-        return self.tail(module, Watch.apply(self.skip(module, z), idle, _anchor(), self))
+            return self.tail(
+                module, Watch.apply(skip + branch, branch, new_xi(self.credits), self.alias)
+            )  # (1), xi = 1
+        if watching:
+            with torch.no_grad(), frozen_statistics(self.inside):
+                idle = self.branch(module, z)
+            self._check_shapes(skip, idle)
+            return self.tail(
+                module, Watch.apply(skip, idle, new_xi(self.credits), self.alias)
+            )  # (1) with xi = 0
+        out = self.tail(module, skip)
+        return out if self.alias else out.clone()
+
+    def _check_shapes(self, skip: Tensor, branch: Tensor) -> None:
+        if skip.shape != branch.shape:
+            raise RuntimeError(
+                f"The skip of {self.name!r} gives {tuple(skip.shape)}, its branch {tuple(branch.shape)}: "
+                "without the branch the block would change its shape. Give it a skip of the right shape, or "
+                "leave it out: `Pruner(..., blocks=[...])`."
+            )
+
+    def _check_constants(self) -> None:
+        """Numbers that the module holds are written into its parts; they must not have changed since."""
+        now = _constants(self.module)
+        if now == self.constants:
+            return
+        with plain(self.module):
+            block = split(self.module, name=self.name)
+        if [source(getattr(block, part)) for part in PARTS] != self.code:
+            changed = [k for k in now if now[k] != self.constants.get(k)]
+            raise RuntimeError(
+                f"The block {self.name!r} was gated when {', '.join(changed)} had another value, which its "
+                "parts still have. Set such attributes before the Pruner is built."
+            )
+        self.constants = now
+
+    # -- copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Compiled parts and hooks stay behind; a copy is a network to evaluate until it is gated anew."""
-        state = dict(self.__dict__)
-        state.update(credits=[], record=None, replay=deque(), ready=False, norms=[], _handles=[])
-        state.update(dict.fromkeys(("head", "branch", "skip", "tail")))
-        return state
+        """For pickle: compiled parts and hooks stay behind, and the copy splits its block again."""
+        kept = ("name", "module", "watching", "wants_free", "alias", "xi", "code")
+        return {name: vars(self)[name] for name in kept}
 
-    def restore(self, module: nn.Module) -> None:
-        """Split the block again, in a copy that came out of `deepcopy` or `pickle`."""
-        self._prepare(split(module, name=self.name), module)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, credits=[], record=None, replay=deque(), _handles=[])
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Gate":
+        """A copy that runs the same parts; its estimates are its own."""
+        twin = memo[id(self)] = object.__new__(Gate)
+        twin.__setstate__(self.__getstate__())
+        twin.module = copy.deepcopy(self.module, memo)
+        for name in (*PARTS, "inputs", "constants"):
+            setattr(twin, name, getattr(self, name))
+        twin.inside = copy.deepcopy(self.inside, memo)
+        twin.last, twin._opened = [], False
+        return twin
 
-class Watch(torch.autograd.Function):
-    """The identity on the sum, whose backward pass credits the gate with <dloss/dsum, branch>."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, branch: Tensor, anchor: Tensor, gate: Gate) -> Tensor:
-        ctx.save_for_backward(branch)
-        ctx.gate = gate
-        return total.view_as(total)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (branch,) = ctx.saved_tensors
-        ctx.gate.credits.append(inner(gradient, branch))  # (3)
-        return gradient, None, None, None
-
-
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    """<a, b>, summed in single precision at least."""
-    if a.dtype == b.dtype == torch.float32 and a.is_contiguous() and b.is_contiguous():
-        return torch.dot(a.flatten(), b.flatten())
-    return (a * b).sum(dtype=torch.promote_types(a.dtype, torch.float32))
+    def restore(self) -> None:
+        """Split the block again, in a copy that was pickled."""
+        code = self.code
+        self._prepare(split(self.module, name=self.name))
+        if self.code != code:
+            raise RuntimeError(
+                f"The block {self.name!r} was split by hand, and a pickled copy cannot know how: "
+                "copy the model with copy.deepcopy, or save its state_dict()."
+            )
 
 
-def _anchor() -> Tensor:
-    """Makes the gradient reach a sum that depends on no parameter, as in a network's first block."""
-    return torch.zeros((), requires_grad=True)
+def _constants(module: nn.Module) -> dict[str, Any]:
+    plain_types = (int, float, bool, str)
+    return {k: v for k, v in vars(module).items() if type(v) in plain_types and k != "training"}
 
 
-def _device(module: nn.Module) -> torch.device:
-    return next(p.device for p in module.parameters())
-
-
-@contextmanager
-def frozen_statistics(norms: Iterable[nn.Module]) -> Iterator[None]:
-    """Batch statistics are used as in training, but the running ones are not touched."""
-    tracking = [m for m in norms if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-    for norm in tracking:
-        norm.track_running_stats = False
-    try:
-        yield
-    finally:
-        for norm in tracking:
-            norm.track_running_stats = True
+def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
+    if parameter is None or parameter.default is parameter.empty:
+        return False
+    simple = type(value) in (int, float, bool, str)
+    return value is parameter.default or (simple and value == parameter.default)
 
 
 # -- the gated class ----------------------------------------------------------------------------------
@@ -177,48 +233,68 @@ class Gated(nn.Module):
     """The part of a gated module's class that comes before the class its author wrote."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        gate: Gate = getattr(self, ATTRIBUTE)
-        if not gate.ready:
-            with _plain(self):
-                gate.restore(self)
-        return gate.run(self, super().forward, args, kwargs)
+        gate: Gate = vars(self)[GATE]
+        if not hasattr(gate, "branch"):
+            with plain(self):
+                gate.restore()
+        return gate.run(super().forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _empty, (type(self).__bases__[1],), self.__dict__
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}  # one gated class for each class, as for isinstance
+class Removed(nn.Module):
+    """The part of a removed module's class that keeps it from being run again."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise RuntimeError(
+            f"The block {vars(self)['shallower_removed']!r} was removed, but the model still calls it: it "
+            "holds the block outside of its module tree, as in a plain list. Keep blocks in an nn.ModuleList "
+            "or nn.Sequential."
+        )
 
 
-def _gated(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _CLASSES:
+_CLASSES: dict[tuple[type, type], type[nn.Module]] = {}  # one class for each, as for isinstance
+
+
+def _derived(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    if (mixin, cls) not in _CLASSES:
         own = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        _CLASSES[cls] = type(f"Gated{cls.__name__}", (Gated, cls), own)
-    return _CLASSES[cls]
+        _CLASSES[mixin, cls] = type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), own)
+    return _CLASSES[mixin, cls]
 
 
 def _empty(cls: type[nn.Module]) -> nn.Module:
-    gated = _gated(cls)
+    gated = _derived(Gated, cls)
     return gated.__new__(gated)
 
 
-def attach(module: nn.Module, block: Block, theta: float, *, watching: bool = True) -> Gate:
+def attach(module: nn.Module, block: Block, theta: float, **options: bool) -> Gate:
     """Gate `module` in place."""
-    gate = Gate(block, module, theta, watching=watching).train(module.training)
-    module.add_module(ATTRIBUTE, gate)
-    module.__class__ = _gated(type(module))
+    gate = Gate(block, module, **options)
+    device = next(p.device for p in module.parameters())
+    module.register_buffer(THETA, torch.tensor(theta, device=device), persistent=False)
+    vars(module)[GATE] = gate
+    module.__class__ = _derived(Gated, type(module))
     return gate
 
 
 def detach(module: nn.Module) -> None:
     """Make a gated module what it was."""
-    getattr(module, ATTRIBUTE).release()
-    delattr(module, ATTRIBUTE)
+    vars(module).pop(GATE).release()
+    delattr(module, THETA)
     module.__class__ = type(module).__bases__[1]
 
 
+def retire(module: nn.Module, name: str) -> None:
+    """Let a module that has left the model raise if it is called all the same."""
+    vars(module)["shallower_removed"] = name
+    module.__class__ = _derived(Removed, type(module))
+
+
 @contextmanager
-def _plain(module: nn.Module) -> Iterator[None]:
+def plain(module: nn.Module) -> Iterator[None]:
+    """A gated module in the class that its author wrote, for a while."""
     gated = type(module)
     module.__class__ = gated.__bases__[1]
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 
@@ -143,12 +144,19 @@ def is_identity(part: fx.Graph) -> bool:
     return all(node.op in ("placeholder", "output") for node in part.nodes)
 
 
+def append_copy(part: fx.Graph) -> None:
+    """Let `part` return memory of its own."""
+    output = next(node for node in part.nodes if node.op == "output")
+    with part.inserting_before(output):
+        output.args = (part.call_function(torch.clone, (output.args[0],)),)
+
+
 def without_identities(module: nn.Module, part: fx.Graph) -> fx.Graph:
     """`part` less the calls of `nn.Identity` and of empty `nn.Sequential`s."""
     for node in list(part.nodes):
         child = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         if type(child) is nn.Identity or (type(child) is nn.Sequential and len(child) == 0):
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(node.all_input_nodes[0])
             part.erase_node(node)
     return part
 
@@ -162,6 +170,11 @@ def compiled(part: fx.Graph) -> Callable[[nn.Module, Tensor], Tensor]:
     scope = dict(code.globals)
     exec(compile(code.src, "<shallower block>", "exec"), scope)
     return scope["forward"]
+
+
+def source(part: fx.Graph) -> str:
+    """What `part` computes, as text."""
+    return part.python_code("self").src
 
 
 def targets(part: fx.Graph) -> Iterator[str]:
@@ -196,6 +209,28 @@ def is_sequential(module: nn.Module) -> bool:
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` at `name`, in the mode of what stood there."""
-    module.training = model.get_submodule(name).training
+    modes = {path: m.training for path, m in model.get_submodule(name).named_modules()}
+    for path, m in module.named_modules():  # torch.fx makes containers anew
+        m.training = modes.get(path, m.training)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
+
+
+@contextmanager
+def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Batch statistics are used as in training, but running ones and all other buffers stay as they were."""
+    modules = [m for m in modules if m.training]
+    norms = [m for m in modules if isinstance(m, _NormBase) and m.track_running_stats]
+    buffers = [
+        b for m in modules if not isinstance(m, _NormBase) for b in m._buffers.values() if b is not None
+    ]
+    before = [b.clone() for b in buffers]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
+        for buffer, old in zip(buffers, before, strict=True):
+            buffer.copy_(old)

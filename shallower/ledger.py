@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shallower.gate import frozen_statistics
+from shallower.estimators import flip
+from shallower.graphs import frozen_statistics
 from shallower.pruner import Pruner
 
 STEP = 3  # forward and backward, in forward passes
@@ -42,7 +43,7 @@ class Load:
     dense: int = 0  # had nothing been pruned
     survivors: int = 0  # the paper's: every surviving block at its full cost
     expected: float = 0.0  # every block at theta times its cost
-    ran: int = 0  # open blocks forward and backward, closed ones forward only where the estimate needs it
+    ran: int = 0  # open blocks forward and backward, closed ones forward only, and the estimator's own runs
 
 
 class Ledger:
@@ -69,11 +70,20 @@ class Ledger:
         self.load.survivors += STEP * (self.rest + sum(self.blocks[name] for name in alive))
         self.load.expected += STEP * (self.rest + sum(t * self.blocks[n] for n, t in alive.items()))
         idle = 1 if self.idle else 0
-        self.load.ran += STEP * self.rest
+        self.load.ran += STEP * self.rest + self._again()
         self.load.ran += sum(
             (STEP if is_open else idle) * self.blocks[n] for n, is_open in self._open.items()
         )
         self._open, self._thetas = self._draws(), self.pruner.thetas
+
+    def _again(self) -> int:
+        """The runs of `flip`: the network once, then for every gate what stands above it, with it flipped."""
+        if self.pruner.estimator is not flip or self.pruner.finalized:
+            return 0
+        costs = [self.blocks[name] for name in self._open]
+        active = [self.blocks[name] if is_open else 0 for name, is_open in self._open.items()]
+        flips = [self.rest + (costs[k] - active[k]) + sum(active[k + 1 :]) for k in range(len(costs))]
+        return self.rest + sum(active) + sum(flips)
 
     def resume(self, load: Load) -> None:
         """Go on from `load`, once the pruner has been resumed."""

@@ -27,7 +27,7 @@ SIGN_KEEPING = {
     nn.Flatten,
     nn.Dropout,
 }
-NEUTRAL_CALLS = {"clone", "contiguous"}
+NEUTRAL_CALLS = {"clone", "contiguous", torch.clone}
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -76,7 +76,7 @@ def map_of(node: fx.Node) -> ChannelMap | None:
 def is_neutral(module: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
         return type(module.get_submodule(str(node.target))) is nn.Identity
-    return node.op == "call_method" and node.target in NEUTRAL_CALLS
+    return node.op in ("call_method", "call_function") and node.target in NEUTRAL_CALLS
 
 
 def is_transparent(module: nn.Module, node: fx.Node) -> bool:

@@ -61,6 +61,10 @@ def constant(log_gamma: float) -> Schedule:
 
 def linear_ramp(log_gamma: float, steps: int) -> Schedule:
     """From 0 at step 0, linearly, to `log_gamma` at step `steps`, and constant from there."""
+    if not log_gamma < 0:
+        raise ValueError(
+            f"Found log_gamma={log_gamma}; a ramp leads to a negative one: {-abs(log_gamma) or -250}."
+        )
     if steps <= 0:
         raise ValueError(f"Found a ramp over {steps} steps; it needs at least one: `constant(log_gamma)`?")
     return lambda step: log_gamma * min(1.0, step / steps)

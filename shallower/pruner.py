@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 
 from shallower import optim, prior
 from shallower.absorb import Absorption, absorb
-from shallower.blocks import BlockFinder, choose
-from shallower.estimators import Closure, Estimator, first_order
-from shallower.gate import attach, detach, frozen_statistics
-from shallower.graphs import replace
-from shallower.split import Block
+from shallower.blocks import BlockFinder, choose, unaliased
+from shallower.checks import check_options, check_trainable
+from shallower.estimators import Closure, Estimator, first_order, needs_loss
+from shallower.gate import Gate, attach, detach, retire
+from shallower.graphs import frozen_statistics, replace
+from shallower.hook import BeforeStep
 from shallower.state import VERSION, check_state
 
 
@@ -66,7 +67,7 @@ class Pruner:
         theta_lr: the learning rate of theta.
         theta_optimizer: called as `theta_optimizer([theta], lr=theta_lr)`.
         tolerance: a rate that falls to it is dead.
-        seed: of the draws; the same on all ranks.
+        seed: of the draws.
         grad_scaler: the GradScaler, if the loss is scaled with one.
     """
 
@@ -88,21 +89,14 @@ class Pruner:
         seed: int = 0,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        if dataset_size is None or dataset_size <= 0:
-            raise ValueError(
-                f"Found dataset_size={dataset_size}; the number of training samples is needed, because the "
-                "price of a block is in nats over the dataset: dataset_size=len(loader.dataset)."
-            )
-        if not 0 <= tolerance < theta <= 1:
-            raise ValueError(
-                f"Found tolerance={tolerance} and theta={theta}; needed 0 <= tolerance < theta <= 1."
-            )
+        check_options(optimizer, dataset_size, estimator, theta, tolerance)
+        assert dataset_size is not None
         self.model, self.optimizer, self.estimator = model, optimizer, estimator
         self.dataset_size, self.tolerance, self.grad_scaler = dataset_size, tolerance, grad_scaler
         self.log_gamma = prior.schedule(log_gamma, price, dataset_size)
         found, self.rejected = choose(model, blocks)
         self.blocks = {block.name: block for block in found}
-        _check_trainable(model, optimizer, self.blocks)
+        check_trainable(model, optimizer, self.blocks)
         self.multipliers = prior.multiplier_vector(multipliers, self.names)
         self.theta = torch.full((len(found),), float(theta), dtype=torch.float64)  # on the host, which draws
         self.theta_optimizer = theta_optimizer([self.theta], lr=theta_lr)
@@ -111,17 +105,21 @@ class Pruner:
             n: list(b.prunable(model.get_submodule(n)).values()) for n, b in self.blocks.items()
         }
         self._sizes = [sum(p.numel() for p in self._prunable[name]) for name in self.names]
+        self._unaliased = unaliased(model, found)
         # Everything is checked; from here on the model changes.
-        watching = getattr(estimator, "reads_worth", True)
-        self.gates = {
-            n: attach(model.get_submodule(n), b, theta, watching=watching) for n, b in self.blocks.items()
-        }
+        self.gates = {name: self._attach(name, theta) for name in self.names}
         self.events: list[Removal] = []
         self.absorption: Absorption | None = None
         self.num_steps, self.finalized, self.finished = 0, False, False
-        self._trained, self._loss_scale = False, 1.0
-        self._handle = optimizer.register_step_pre_hook(lambda *_: self._before_weights_move())
+        self._before = BeforeStep(
+            optimizer, self.gates, self._prunable, grad_scaler=grad_scaler, keep_weights=needs_loss(estimator)
+        )
         self._draw()
+
+    def _attach(self, name: str, theta: float) -> Gate:
+        watching, free = not needs_loss(self.estimator), getattr(self.estimator, "free", True)
+        options = {"watching": watching, "free": free, "alias": name not in self._unaliased}
+        return attach(self.model.get_submodule(name), self.blocks[name], theta, **options)
 
     @property
     def names(self) -> list[str]:
@@ -155,12 +153,11 @@ class Pruner:
         if self.finalized or not self.gates:
             self.num_steps += 1
             return []
-        if self._weights_moved():
-            delta_cost = self.dataset_size * self._estimate(closure)  # mean loss -> nats over the dataset
+        delta_loss = self._estimate(closure) if self._weights_moved() else None
+        if delta_loss is not None:
+            delta_cost = self.dataset_size * delta_loss  # mean loss -> nats over the dataset
             self._learn(delta_cost - self.multipliers * self._log_gamma())  # (2)
-        self._trained = False
-        for gate in self.gates.values():
-            gate.credits.clear()
+        self.discard()
         self.num_steps += 1
         dead = self._remove(self.tolerance)  # (6)
         self._draw()
@@ -168,30 +165,47 @@ class Pruner:
 
     def _weights_moved(self) -> bool:
         """Whether `optimizer.step()` ran; a GradScaler leaves it out when a gradient overflowed."""
-        if not self._trained and self.grad_scaler is None:
+        if not self._before.ran and self.grad_scaler is None:
             raise RuntimeError(
                 "pruner.step() was called without an optimizer.step() before it. Call it once after each "
                 "optimizer.step(); with gradient accumulation once per update, not per micro-batch. If the "
                 "optimizer steps inside a GradScaler, pass it: `Pruner(..., grad_scaler=scaler)`."
             )
-        return self._trained
+        return self._before.ran
 
-    def _estimate(self, closure: Closure | None) -> Tensor:
-        """loss(xi=1) - loss(xi=0) of every block, in nats of the mean loss; 0 for the removed ones."""
+    def discard(self) -> None:
+        """Forget the backward passes since the last step, when their gradients are thrown away."""
+        self._before.ran = False
+        for gate in self.gates.values():
+            gate.clear()
+
+    def _estimate(self, closure: Closure | None) -> Tensor | None:
+        """loss(xi=1) - loss(xi=0) of every block, in nats of the mean loss; 0 for the removed ones.
+
+        None if a scaled gradient has overflowed, as a GradScaler expects it now and then.
+        """
         gates = list(self.gates.values())
-        with frozen_statistics(self.model.modules() if closure else ()):
-            values = list(self.estimator(gates, closure))
-        if len(values) != len(gates):
-            raise ValueError(f"The estimator returned {len(values)} values for {len(gates)} gates; one each.")
-        known = torch.stack([torch.as_tensor(v) for v in values]).to(self.theta)  # the one transfer in a step
+        with frozen_statistics(self.model.modules() if closure else ()), self._before.weights_before():
+            values = [torch.as_tensor(value) for value in self.estimator(gates, closure)]
+        if len(values) != len(gates) or any(value.numel() != 1 for value in values):
+            shapes = [tuple(value.shape) for value in values]
+            raise ValueError(
+                f"The estimator returned {len(values)} values of the shapes {shapes} for {len(gates)} gates; "
+                "it must return one number for each."
+            )
+        known = torch.stack([value.reshape(()) for value in values]).to(self.theta)  # one transfer in a step
         wrong = [gate.name for gate, ok in zip(gates, known.isfinite().tolist(), strict=True) if not ok]
+        if wrong and self.grad_scaler is not None:
+            return None
         if wrong:
+            self.discard()
             raise FloatingPointError(
                 f"At step {self.num_steps} the estimates of {wrong} are not finite, as after a loss of nan "
                 "or inf. Nothing was changed; go back to the last checkpoint with a smaller learning rate."
             )
+        scale = 1.0 if needs_loss(self.estimator) else self._before.scale
         estimates = torch.zeros_like(self.theta)
-        estimates[self._positions()] = known / self._loss_scale
+        estimates[self._positions()] = known / scale
         return estimates
 
     def _log_gamma(self) -> float:
@@ -227,14 +241,6 @@ class Pruner:
     def _positions(self) -> list[int]:
         return [i for i, name in enumerate(self.names) if name in self.gates]
 
-    def _before_weights_move(self) -> None:
-        """Runs inside `optimizer.step()`: weight decay and momentum act on closed blocks, too."""
-        self._trained = True
-        if self.grad_scaler is not None:
-            self._loss_scale = self.grad_scaler.get_scale()
-        for name in self.gates:
-            optim.fill_gradients(self._prunable[name])
-
     # -- removal --------------------------------------------------------------------------------------
 
     def _remove(self, threshold: float, *, inclusive: bool = True) -> list[Removal]:
@@ -252,7 +258,8 @@ class Pruner:
         del self.gates[name]
         detach(module)
         optim.forget(self.optimizer, self._prunable.pop(name))
-        replace(self.model, name, self.blocks[name].bypass(module))
+        replace(self.model, name, self.blocks[name].bypass(module, alias=name not in self._unaliased))
+        retire(module, name)
         self.theta[self.names.index(name)] = 0.0
 
     def finalize(self, threshold: float = 0.1) -> list[Removal]:
@@ -274,7 +281,7 @@ class Pruner:
             detach(self.model.get_submodule(name))
             self.theta[self.names.index(name)] = 1.0
         self.gates.clear()
-        self._handle.remove()
+        self._before.remove()
         self.finalized = True
 
     def finish(self) -> nn.Module:
@@ -339,17 +346,5 @@ class Pruner:
             self._ungate()
         for name, gate in self.gates.items():
             gate.xi = name in state["xi"]
-            gate.credits.clear()
+        self.discard()
         self._publish()
-
-
-def _check_trainable(model: nn.Module, optimizer: Optimizer, blocks: Mapping[str, Block]) -> None:
-    for name, block in blocks.items():
-        mine = block.prunable(model.get_submodule(name))
-        strangers = optim.unknown(optimizer, mine)
-        if strangers:
-            raise ValueError(
-                f"The optimizer does not hold {[f'{name}.{s}' for s in strangers]}. It must train every "
-                "parameter of a gated block: build it from `model.parameters()` of this very model, set "
-                "requires_grad=False on what is frozen, or leave the block out with `blocks=`."
-            )

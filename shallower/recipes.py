@@ -107,7 +107,7 @@ _FC: dict[str, Any] = {
     "fixed_layers": 1,
     "log_gamma": -200.0,
     "departs": (
-        "theta starts at 0.1 and initial weights of blocks are 0.3 times PyTorch's (both unsaid in the paper); "
+        "theta starts at 0.1, the blocks' initial weights at 0.3 of PyTorch's (both unsaid in the paper); "
         "the block is z + relu(W z + b)"
     ),
 }

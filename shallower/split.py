@@ -23,6 +23,7 @@ from shallower.graphs import (
     OwnForward,
     Untraceable,
     ancestors,
+    append_copy,
     chain,
     dependents,
     extract,
@@ -73,15 +74,21 @@ class Block:
     branch: fx.Graph
     skip: fx.Graph
     tail: fx.Graph
+    overwrites: bool = False  # its own forward changes its input in place
 
     def prunable(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters that only the branch uses: those that leave when the block is removed."""
         kept = {id(p) for part in (self.head, self.skip, self.tail) for p in used(module, part).values()}
         return {n: p for n, p in used(module, self.branch).items() if id(p) not in kept}
 
-    def bypass(self, module: nn.Module) -> nn.Module:
-        """What stays when the branch is gone: tail(skip(head(z))), over the very same children."""
+    def bypass(self, module: nn.Module, *, alias: bool = True) -> nn.Module:
+        """What stays when the branch is gone: tail(skip(head(z))), over the very same children.
+
+        It may hand on its very input, unless `alias` is false because somebody works on one of them in place.
+        """
         graph = without_identities(module, chain(self.head, self.skip, self.tail))
+        if not alias:
+            append_copy(graph)
         if is_identity(graph):
             return nn.Identity()
         return fx.GraphModule(module, graph, class_name=f"Bypass{type(module).__name__}")
@@ -111,7 +118,8 @@ def split(module: nn.Module, *, name: str = "") -> Block:
         branch=extract(graph, start, branch),
         skip=extract(graph, start, skip),
         # A tail that overwrites the sum must not overwrite the block's input when only the skip is left.
-        tail=extract(graph, total, value, copy=any(_overwritten(module, node) for node in tail)),
+        tail=extract(graph, total, value, copy=any(overwritten(module, node) for node in tail)),
+        overwrites=any(overwritten(module, node) is source for node in graph.nodes),
     )
 
 
@@ -231,7 +239,7 @@ def _is_linear_module(module: nn.Module) -> bool:
 # -- operations in place ------------------------------------------------------------------------------
 
 
-def _overwritten(module: nn.Module, node: fx.Node) -> fx.Node | None:
+def overwritten(module: nn.Module, node: fx.Node) -> fx.Node | None:
     """The value that `node` overwrites, if it works in place."""
     if node.op == "call_module":
         changes = (
@@ -253,7 +261,7 @@ def _check_in_place(module: nn.Module, graph: fx.Graph, value: fx.Node, near: bo
     needed, seen = ancestors(value), set()
     for node in graph.nodes:
         seen.add(node)
-        old = _overwritten(module, node)
+        old = overwritten(module, node)
         if old is not None and (node not in needed or not seen.issuperset(old.users)):
             reason = f"{node} overwrites {old} in place, which is read later; write it out of place"
             raise NotResidual(reason, near=near)
@@ -262,7 +270,7 @@ def _check_in_place(module: nn.Module, graph: fx.Graph, value: fx.Node, near: bo
 def _check_shared(module: nn.Module, graph: fx.Graph, shared: set[fx.Node], total: fx.Node) -> None:
     """Skip and branch run in any order, so neither may overwrite what both read."""
     for node in graph.nodes:
-        old = _overwritten(module, node)
+        old = overwritten(module, node)
         if old in shared and len(old.users) > 1 and node is not total:
             raise NotResidual(
                 f"{node} overwrites in place a value that its skip also reads; write it out of place"
@@ -272,30 +280,34 @@ def _check_shared(module: nn.Module, graph: fx.Graph, shared: set[fx.Node], tota
 # -- what a branch ends in -----------------------------------------------------------------------------
 
 
-def linear_parameters(module: nn.Module, part: fx.Graph) -> list[nn.Parameter]:
-    """The parameters of the affine map that `part` ends in, for Euler's identity; or none.
+Owned = tuple[nn.Module, str, nn.Parameter]  # a parameter, the module that has it, and its name there
+
+
+def linear_parameters(module: nn.Module, block: Block) -> list[Owned]:
+    """The parameters of the affine map that the branch ends in, for Euler's identity; or none.
 
     Dropout, pooling and ReLU may follow the map: what does is homogeneous of degree one, so the output is so
     in the map's parameters. An empty list means that it is not plain from the types.
     """
-    value = next(node for node in part.nodes if node.op == "output").args[0]
+    value = next(node for node in block.branch.nodes if node.op == "output").args[0]
     while isinstance(value, fx.Node) and value.op == "call_module":
         for leaf in reversed(list(_leaves(module.get_submodule(str(value.target))))):
             if type(leaf) in AFFINE:
-                return _once(module, part, leaf)
+                return _once(module, block, leaf)
             if type(leaf) not in HOMOGENEOUS:
                 return []
-        value = value.args[0]
+        value = value.all_input_nodes[0]
     return []
 
 
-def _once(module: nn.Module, part: fx.Graph, leaf: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `leaf`, if they are its weight and bias and nothing else in `part` uses them."""
-    plain = {name for name, _ in leaf.named_parameters()} <= {"weight", "bias"}
-    times = [id(p) for _, p in uses(module, part)]
-    return (
-        list(leaf.parameters()) if plain and all(times.count(id(p)) == 1 for p in leaf.parameters()) else []
-    )
+def _once(module: nn.Module, block: Block, leaf: nn.Module) -> list[Owned]:
+    """The weight and bias of `leaf`, if it has nothing else and the block uses them in one place."""
+    times = [
+        id(p) for part in (block.head, block.branch, block.skip, block.tail) for _, p in uses(module, part)
+    ]
+    owned = [(leaf, name, p) for name, p in leaf.named_parameters()]
+    plain = all(name in ("weight", "bias") and times.count(id(p)) == 1 for _, name, p in owned)
+    return owned if plain else []
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:

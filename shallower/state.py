@@ -16,12 +16,18 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
         raise ValueError(f"This is no state of a Pruner: found {found}, needed the keys {sorted(mine)}.")
     if state["version"] != VERSION:
         raise ValueError(f"The state has version {state['version']}; this shallower reads version {VERSION}.")
-    if list(state["names"]) != list(mine["names"]) or list(state["sizes"]) != list(mine["sizes"]):
+    for key in ("names", "sizes", "xi", "events"):
+        if not isinstance(state[key], list):
+            raise ValueError(f"The state's {key} are {state[key]!r}; a list is needed.")
+    if state["names"] != mine["names"] or state["sizes"] != mine["sizes"]:
         theirs, ours = (dict(zip(s["names"], s["sizes"], strict=False)) for s in (state, mine))
         raise ValueError(
             f"The state is of another model. Its blocks and their parameters are {theirs}, this model's are "
             f"{ours}. Build the same model, gate it as before, then load."
         )
+    steps = state["num_steps"]
+    if type(steps) is not int or steps < 0 or type(state["finalized"]) is not bool:
+        raise ValueError(f"The state has num_steps={steps!r} and finalized={state['finalized']!r}.")
     _check_theta(state["theta"], len(mine["names"]))
     _check_removals(state, mine)
     _check_optimizer(state["theta_optimizer"], mine["theta_optimizer"], state["theta"])
@@ -48,12 +54,21 @@ def _check_removals(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
             f"This pruner is further than the state: {back or 'all gates'} cannot come back. "
             "Build the model anew, gate it, then load."
         )
+    if len(gone) != len(state["events"]):
+        raise ValueError(f"The state removes a block twice: {state['events']}.")
+    alive = [
+        n for n, rate in zip(mine["names"], state["theta"].tolist(), strict=True) if n in gone and rate != 0
+    ]
+    if alive:
+        raise ValueError(f"The state removed {alive}, but their rates are not 0.")
     strangers = sorted((gone | set(state["xi"])) - set(mine["names"]))
     if strangers:
         raise ValueError(f"The state speaks of {strangers}, which are no blocks of this model.")
 
 
 def _check_optimizer(theirs: Mapping[str, Any], ours: Mapping[str, Any], theta: Tensor) -> None:
+    if not isinstance(theirs, Mapping) or set(theirs) != set(ours):
+        raise ValueError(f"The state's theta_optimizer is {theirs!r}, which is no state of an optimiser.")
     keys = [[sorted(group) for group in s["param_groups"]] for s in (theirs, ours)]
     moments = [
         v for entry in theirs["state"].values() for v in entry.values() if isinstance(v, Tensor) and v.dim()

@@ -233,7 +233,7 @@ def test_a_gated_model_is_not_gated_twice() -> None:
     model = nn.Sequential(Residual(linear()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     Pruner(model, optimizer, dataset_size=10, log_gamma=-1)
-    with pytest.raises(ValueError, match=r"\['0'\] are gated already; use that Pruner, or `finish\(\)`"):
+    with pytest.raises(ValueError, match=r"\['0'\] are gated already\. `finish\(\)` the Pruner that did it"):
         choose(model, None)
 
 

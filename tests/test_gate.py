@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shallower import Residual, split
-from shallower.gate import Gate, attach, detach
+from shallower.gate import Gate, attach, detach, retire
+from shallower.watch import inner
 
 
 class Double(nn.Module):
@@ -34,7 +36,7 @@ def gated(module: nn.Module, *, xi: bool = True, theta: float = 0.75) -> Gate:
 
 def worth(module: nn.Module, gate: Gate, z: Tensor) -> Tensor:
     """Of the loss sum(z_next)."""
-    gate.credits.clear()
+    gate.clear()
     module(z).sum().backward()
     assert gate.worth is not None
     return gate.worth
@@ -92,10 +94,10 @@ def test_the_free_estimate_equals_the_dot_product(last):
     for p in module.parameters():
         nn.init.normal_(p)
     gate, z = gated(module), torch.randn(7, 3)
-    assert gate.free
+    assert gate.last
     free = worth(module, gate, z)
-    gate.free = False
     gate.release()
+    gate.last = []
     watched = worth(module, gate, z)
     assert_close(free, watched)
     assert free.abs() > 1e-3
@@ -106,14 +108,14 @@ def test_a_frozen_last_layer_is_watched_instead(frozen):
     module = Residual(nn.Linear(3, 3))
     getattr(module.branch, frozen).requires_grad_(False)
     gate, z = gated(module), torch.randn(2, 3)
-    assert not gate.free
+    assert not gate.last
     assert_close(worth(module, gate, z), module.branch(z).sum())
 
 
 def test_a_convolution_ends_a_branch_as_well():
     module, z = bottleneck(), torch.randn(2, 4, 5, 5)
     gate = gated(module)
-    assert gate.free
+    assert gate.last
     expected = copy.deepcopy(module.branch)(z).sum()  # the loss is the sum, so the gradient is one everywhere
     assert_close(worth(module, gate, z), expected, rtol=1e-4, atol=1e-4)
 
@@ -172,7 +174,7 @@ def test_estimates_of_micro_batches_add_up():
     for xi in (True, False):
         gate = gated(module, xi=xi)
         whole = worth(module, gate, z)
-        gate.credits.clear()
+        gate.clear()
         for half in z.chunk(2):
             module(half).sum().backward()
         assert_close(gate.worth, whole, rtol=1e-4, atol=1e-4)
@@ -214,7 +216,7 @@ def test_gating_changes_no_name_and_detaching_leaves_no_trace():
 def test_theta_is_a_buffer_and_no_parameter():
     module = Residual(nn.Linear(3, 3))
     gated(module)
-    assert [n for n, _ in module.named_buffers()] == ["shallower_gate.theta"]
+    assert [n for n, _ in module.named_buffers()] == ["shallower_theta"]
     assert all("theta" not in n for n, _ in module.named_parameters())
     assert all("theta" not in n for n in module.state_dict())
 
@@ -260,7 +262,7 @@ def test_mixed_precision_keeps_the_type_and_the_estimate():
     module, z = Residual(nn.Linear(8, 8)), torch.randn(4, 8)
     gate = gated(module)
     exact = worth(module, gate, z)
-    gate.credits.clear()
+    gate.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = module(z).sum()
     loss.backward()
@@ -301,7 +303,170 @@ def test_activation_checkpointing_sees_the_same_network_twice():
     for xi in (True, False):
         gate = gated(module, xi=xi)
         plain = worth(module, gate, z)
-        gate.credits.clear()
+        gate.clear()
         checkpoint(module, z, use_reentrant=False).sum().backward()
         assert_close(gate.worth, plain, rtol=1e-4, atol=1e-4)
         detach(module)
+
+
+# -- where a wrong result would be silent ------------------------------------------------------------------
+
+
+def test_a_block_may_subclass_sequential_or_loop_over_its_children():
+    class Chained(nn.Sequential):
+        def forward(self, z: Tensor) -> Tensor:
+            return z + super().forward(z)
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, z: Tensor) -> Tensor:
+            out = z
+            for child in self.children():
+                out = child(out)
+            return z + out
+
+    for module in (Chained(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), Looped()):
+        z = torch.randn(2, 3)
+        expected, children = module(z), len(list(module.children()))
+        gate = gated(module, theta=1.0)
+        assert torch.equal(module(z), expected)
+        assert len(list(module.children())) == children
+        gate.xi = False
+        assert torch.equal(module(z), z)
+        assert_close(module.eval()(z), expected)
+
+
+def test_a_last_layer_that_the_tail_uses_too_is_watched_instead():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.norm(z + self.norm(self.linear(z)))
+
+    module, z = Shared(), torch.randn(4, 3)
+    nn.init.normal_(module.norm.weight)
+    gate = gated(module)
+    xi = torch.ones((), requires_grad=True)
+    module.norm(z + xi * module.norm(module.linear(z))).square().sum().backward()
+    gate.clear()
+    module(z).square().sum().backward()
+    assert_close(gate.worth, xi.grad)
+
+
+@pytest.mark.parametrize("change", ["bias", "all", "norm"])
+def test_freezing_or_reparametrising_after_gating_is_noticed(change):
+    module, z = Residual(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))), torch.randn(4, 3)
+    gate = gated(module)
+    if change == "norm":
+        nn.utils.parametrizations.weight_norm(module.branch[2])
+    else:
+        for p in [module.branch[2].bias] if change == "bias" else module.parameters():
+            p.requires_grad_(False)
+    assert_close(worth(module, gate, z), module.branch(z).sum().detach())
+
+
+def test_a_backward_pass_for_an_input_alone_credits_nobody():
+    """As an attack does it, or a saliency map."""
+    module = Residual(nn.Linear(3, 3))
+    for xi in (True, False):
+        gate = gated(module, xi=xi)
+        z = torch.randn(2, 3, requires_grad=True)
+        torch.autograd.grad(module(z).sum(), z)
+        assert gate.worth is None
+        detach(module)
+
+
+def test_a_graph_that_was_built_in_evaluation_credits_nobody():
+    module, z = Residual(nn.Linear(3, 3)).eval(), torch.randn(2, 3)
+    gate = gated(module)
+    loss = module(z).sum()
+    module.train()
+    loss.backward()
+    assert gate.worth is None
+
+
+def test_a_number_that_changes_after_gating_is_refused_and_a_counter_is_not():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.alpha, self.calls = nn.Linear(3, 3), 0.1, 0
+
+        def forward(self, z: Tensor) -> Tensor:
+            self.calls += 1
+            return z + self.alpha * self.linear(z)
+
+    module, z = Scaled().eval(), torch.randn(2, 3)
+    gated(module, theta=1.0)
+    module.calls = 7
+    assert_close(module(z), z + 0.1 * module.linear(z))
+    module.alpha = 1.0
+    with pytest.raises(RuntimeError, match="alpha had another value"):
+        module(z)
+
+
+def test_a_sum_that_broadcasts_is_refused_when_it_would_change_its_shape():
+    module = Residual(nn.Linear(1, 8))
+    gated(module, xi=False)
+    with pytest.raises(RuntimeError, match=r"gives \(3, 1\), its branch \(3, 8\)"):
+        module(torch.randn(3, 1))
+
+
+def test_half_precision_products_neither_overflow_nor_vanish():
+    large = torch.full((8,), 3000.0, dtype=torch.float16), torch.full((8,), 30.0, dtype=torch.float16)
+    small = torch.full((8,), 2e-5, dtype=torch.float16), torch.full((8,), 1e-3, dtype=torch.float16)
+    assert_close(inner(*large), torch.tensor(720_000.0))
+    assert inner(*small) > 1e-7
+
+
+def test_other_statistics_than_batch_norms_stay_untouched_too():
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3))
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, z: Tensor) -> Tensor:
+            self.mean.add_(z.detach().mean(0))
+            return self.linear(z)
+
+    module = Residual(Mine())
+    gated(module, xi=False)
+    module(torch.randn(4, 3)).sum().backward()
+    assert torch.equal(module.branch.mean, torch.zeros(3))
+
+
+def test_a_default_may_be_passed_explicitly():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+            return x + scale * self.linear(x)
+
+    module, z = Masked(), torch.ones(1, 2)
+    gated(module, xi=False)
+    assert torch.equal(module(z, None, scale=1.0), z)
+
+
+def test_a_block_that_was_split_by_hand_is_copied_as_it_was_and_not_pickled():
+    module, z = Residual(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(2, 3)
+    found = split(module, name="block")
+    block = replace(found, branch=found.skip, skip=found.branch)
+    attach(module, block, 0.5).xi = False
+    twin = copy.deepcopy(module)
+    assert torch.equal(twin(z), module.branch(z))
+    with pytest.raises(RuntimeError, match="split by hand"):
+        pickle.loads(pickle.dumps(module))(z)
+
+
+def test_a_module_that_was_removed_refuses_to_run():
+    module = Residual(nn.Linear(3, 3))
+    retire(module, "block")
+    with pytest.raises(RuntimeError, match=r"'block' was removed.*nn\.ModuleList"):
+        module(torch.ones(1, 3))

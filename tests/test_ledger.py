@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shallower import Pruner, Residual, flip
 from shallower.ledger import Ledger, count_macs, count_parameters
@@ -44,10 +45,25 @@ def test_one_step_is_counted_as_it_ran(estimator):
     ledger = Ledger(pruner, torch.randn(5, 3))
     step(model, optimizer, pruner)
     ledger.step()
-    idle = 32 if estimator is None else 0
+    # flip runs the network as drawn (20 + 32), with the first block closed (20), with the second open (20 + 32)
+    again = 32 if estimator is None else 52 + 20 + 52
     assert ledger.load.dense == ledger.load.survivors == 3 * (20 + 64)
     assert ledger.load.expected == pytest.approx(3 * (20 + 0.75 * 64))
-    assert ledger.load.ran == 3 * (20 + 32) + idle
+    assert ledger.load.ran == 3 * (20 + 32) + again
+
+
+def test_what_flip_runs_is_what_pytorch_counts():
+    model, optimizer, pruner = started(flip)
+    for gate in pruner.gates.values():
+        gate.xi = True
+    ledger = Ledger(pruner, torch.randn(5, 3))
+    x, y = torch.randn(5, 3), torch.randint(0, 2, (5,))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with FlopCounterMode(display=False) as counter:
+        pruner.step(lambda: F.cross_entropy(model(x), y))
+    ledger.step()
+    assert ledger.load.ran - 3 * 84 == counter.get_total_flops() // (2 * 5)
 
 
 def test_a_removed_block_costs_nothing_from_the_next_step_on():

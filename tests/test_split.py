@@ -458,6 +458,13 @@ def silently_rectified(self: Any, x: Tensor) -> Tensor:
     return x + self.g(y)
 
 
+def rectified_under_a_view(self: Any, x: Tensor) -> Tensor:
+    y = self.f(x)
+    view = y.view(-1, 2)
+    F.relu_(y)
+    return x + self.g(view)
+
+
 def silently_summed(self: Any, x: Tensor) -> Tensor:
     y = self.f(x)
     y.add_(x)
@@ -495,6 +502,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "overwritten last": (overwritten_last, "overwrites in place a value that its skip also reads"),
     "result thrown away": (silently_rectified, "relu_ overwrites f in place, which is read later"),
+    "changed under a view": (rectified_under_a_view, "relu_ overwrites f in place, which is read later"),
     "sum thrown away": (silently_summed, "add_ overwrites f in place, which is read later"),
     "ambiguous": (lambda self, x: torch.tanh(self.f(x)) + torch.tanh(self.g(x)), r"which operand .*tanh_1"),
     "equal operands": (lambda self, x: self.f(x) + self.g(x), r"which operand .* is the skip \(f or g\)"),
@@ -559,7 +567,9 @@ def test_only_a_module_with_a_sum_comes_near(forward: Callable[..., Any], near: 
 
 def last(branch: nn.Module) -> list[nn.Parameter]:
     module = Residual(branch)
-    return linear_parameters(module, split(module).branch)
+    owned = linear_parameters(module, split(module))
+    assert all(getattr(owner, name) is parameter for owner, name, parameter in owned)
+    return [parameter for _, _, parameter in owned]
 
 
 def test_a_branch_ends_in_its_last_affine_map_with_dropout_behind_it() -> None:
@@ -572,11 +582,14 @@ def test_a_branch_that_is_not_linear_in_its_last_parameters_ends_in_none() -> No
     w = nn.Linear(2, 2)
     tied = nn.Linear(2, 2)
     tied.weight = w.weight
-    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    spectral, older = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), nn.utils.spectral_norm
+    tanh = nn.Tanh()
     assert last(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == []
     assert last(nn.Sequential(w, nn.ReLU(), w)) == []  # quadratic in w
     assert last(nn.Sequential(tied, nn.ReLU(), w)) == []
     assert last(nn.Sequential(nn.ReLU(), spectral)) == []  # w / |w|
+    assert last(nn.Sequential(nn.ReLU(), older(nn.Linear(2, 2)))) == []
+    assert last(nn.Sequential(tanh, nn.Linear(2, 2), tanh)) == []
     assert last(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))) == []
     assert last(Scale(2)) == []
     assert last(LambdaLayer(torch.tanh)) == []

@@ -83,3 +83,24 @@ def test_a_state_is_a_snapshot_and_moves_with_nothing():
     rates = state["theta"].clone()
     pruner.theta.fill_(0.5)
     assert torch.equal(state["theta"], rates)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"theta_optimizer": {}}, "no state of an optimiser"),
+        ({"events": None}, "a list is needed"),
+        ({"xi": None}, "a list is needed"),
+        ({"num_steps": -3}, "num_steps=-3"),
+        ({"num_steps": "x"}, "num_steps='x'"),
+        ({"finalized": "no"}, "finalized='no'"),
+        ({"events": [{"step": 1, "block": "0", "theta": 0.0}]}, "rates are not 0"),
+    ],
+)
+def test_a_malformed_state_is_refused_untouched(changes, message):
+    model, _, pruner = started(steps=1)
+    types, thetas = [type(m) for m in model.modules()], pruner.thetas
+    with pytest.raises(ValueError, match=message):
+        pruner.load_state_dict(broken(**changes))
+    assert [type(m) for m in model.modules()] == types
+    assert pruner.thetas == thetas

@@ -1,0 +1,41 @@
+"""The derivative of the loss by a block's xi, taken at the block's sum."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Watch(torch.autograd.Function):
+    """The identity on the sum; the derivative of the loss by xi is <dloss/dsum, branch>.
+
+    xi is a leaf, so only a backward pass that reaches the leaves counts, not one for the gradient by an input.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, branch: Tensor, xi: Tensor, alias: bool) -> Tensor:
+        ctx.save_for_backward(branch)
+        return total.view_as(total) if alias and total.requires_grad else total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        (branch,) = ctx.saved_tensors
+        return gradient, None, inner(gradient, branch), None  # (3)
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b>, multiplied and summed in single precision at least."""
+    if a.dtype == b.dtype == torch.float32 and a.is_contiguous() and b.is_contiguous():
+        return torch.dot(a.flatten(), b.flatten())
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    return (a.to(wide) * b.to(wide)).sum()
+
+
+def new_xi(credits: list[Tensor]) -> Tensor:
+    """xi as a leaf, of which only the gradient is used: it goes to `credits`.
+
+    Through it the gradient also reaches the first block of a network, before which nothing is trained.
+    """
+    xi = torch.zeros((), requires_grad=True)
+    xi.register_hook(credits.append)
+    return xi
