@@ -1,6 +1,6 @@
 """Train a neural network and prune its layers at the same time."""
 
-from shallower.absorb import Absorption, absorb
+from shallower.absorption import Absorption, absorb
 from shallower.blocks import find_blocks, survey
 from shallower.estimators import at_the_sum, first_order, flip
 from shallower.gate import Gate

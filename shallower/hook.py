@@ -68,7 +68,7 @@ class BeforeStep:
 
     @contextmanager
     def weights_before(self) -> Iterator[None]:
-        """The weights as they were when the gradient was taken, so that an estimate is of that very network."""
+        """The weights with which the gradient was taken, so that an estimate is of that very network."""
         self._swap()
         try:
             yield
@@ -96,7 +96,8 @@ class BeforeStep:
                 and abs(math.log2(ratio) - round(math.log2(ratio))) < 1e-3
             ):
                 raise RuntimeError(
-                    f"Between the backward pass and optimizer.step() the gradients became {ratio:.0f} times smaller, "
-                    "as with a GradScaler that scales the loss. Pass it: `Pruner(..., grad_scaler=scaler)`."
+                    f"Between the backward pass and optimizer.step() the gradients became {ratio:.0f} times "
+                    "smaller, as with a GradScaler that scales the loss. Pass it: "
+                    "`Pruner(..., grad_scaler=scaler)`."
                 )
             return

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shallower import optim, prior
-from shallower.absorb import Absorption, absorb
+from shallower.absorption import Absorption, absorb
 from shallower.blocks import BlockFinder, choose, unaliased
 from shallower.checks import check_options, check_trainable
 from shallower.estimators import Closure, Estimator, first_order, needs_loss

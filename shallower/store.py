@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shallower import models
-from shallower.absorb import absorb
+from shallower.absorption import absorb
 from shallower.blocks import find_blocks
 from shallower.files import atomic, write_text
 from shallower.graphs import replace

@@ -9,7 +9,7 @@ from torch import Tensor
 class Watch(torch.autograd.Function):
     """The identity on the sum; the derivative of the loss by xi is <dloss/dsum, branch>.
 
-    xi is a leaf, so only a backward pass that reaches the leaves counts, not one for the gradient by an input.
+    xi is a leaf, so a backward pass counts if it reaches the leaves, not if it is for an input alone.
     """
 
     @staticmethod

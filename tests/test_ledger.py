@@ -45,7 +45,7 @@ def test_one_step_is_counted_as_it_ran(estimator):
     ledger = Ledger(pruner, torch.randn(5, 3))
     step(model, optimizer, pruner)
     ledger.step()
-    # flip runs the network as drawn (20 + 32), with the first block closed (20), with the second open (20 + 32)
+    # flip runs the network as drawn (20 + 32), with the first block closed (20), the second open (20 + 32)
     again = 32 if estimator is None else 52 + 20 + 52
     assert ledger.load.dense == ledger.load.survivors == 3 * (20 + 64)
     assert ledger.load.expected == pytest.approx(3 * (20 + 0.75 * 64))

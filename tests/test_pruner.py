@@ -815,7 +815,7 @@ def test_a_rate_at_the_tolerance_is_dead_and_one_above_is_not():
 def test_a_removed_block_changes_no_draw_of_the_others_and_its_rate_stays_zero():
     draws = []
     for cut in (False, True):
-        model, optimizer, pruner = started(theta_lr=1e-9, estimator=lambda gates, closure: [0.0] * len(gates))
+        _, optimizer, pruner = started(theta_lr=1e-9, estimator=lambda gates, closure: [0.0] * len(gates))
         optimizer.step()
         pruner.step()
         if cut:

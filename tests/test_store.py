@@ -8,7 +8,7 @@ from torch import nn
 
 import shallower
 from shallower import Residual, find_blocks, models, store
-from shallower.absorb import absorb
+from shallower.absorption import absorb
 from shallower.graphs import replace
 
 

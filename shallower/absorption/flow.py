@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from shallower.graphs import Untraceable, is_identity, trace_modes
-from shallower.operations import (
+from shallower.absorption.operations import (
     SIGN_KEEPING,
     ends_in_relu,
     is_flatten,
@@ -17,6 +16,7 @@ from shallower.operations import (
     is_one_pixel,
     is_relu,
 )
+from shallower.graphs import Untraceable, is_identity, trace_modes
 from shallower.split import Block
 
 Passes = Callable[[nn.Module, fx.Node], bool]

@@ -16,10 +16,18 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from shallower import optim
-from shallower.flow import Flow, NoFlow, inline
-from shallower.fold import Folded, Layer, check_size, into_readers, into_writers, is_linear_map, thinned
+from shallower.absorption.flow import Flow, NoFlow, inline
+from shallower.absorption.fold import (
+    Folded,
+    Layer,
+    check_size,
+    into_readers,
+    into_writers,
+    is_linear_map,
+    thinned,
+)
+from shallower.absorption.operations import ChannelMap, is_neutral, is_relu, is_transparent, map_of
 from shallower.graphs import chain, is_identity, replace, without_identities
-from shallower.operations import ChannelMap, is_neutral, is_relu, is_transparent, map_of
 from shallower.split import Block
 
 

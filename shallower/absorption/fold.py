@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shallower.flow import NoFlow
-from shallower.operations import ChannelMap, is_layer
+from shallower.absorption.flow import NoFlow
+from shallower.absorption.operations import ChannelMap, is_layer
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
