@@ -257,7 +257,7 @@ def _curves(folder: Path, wanted: bool) -> Iterator[Any]:
 
 def _show(result: Result, folder: Path) -> None:
     table = Table("", "dense", "pruned", title=f"{result.recipe}, seed {result.seed}")
-    table.add_row("blocks", str(result.blocks), str(len(result.blocks_kept)))
+    table.add_row("blocks", str(result.blocks), str(result.blocks_kept))
     table.add_row("parameters", f"{result.params_dense:,}", f"{result.params:,}  (-{result.ppr:.2f} %)")
     table.add_row("MACs", f"{result.macs_dense:,}", f"{result.macs:,}  (-{result.fpr:.2f} %)")
     table.add_row("training MACs", "1", f"{result.training_macs_ratio:.2f}")

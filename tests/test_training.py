@@ -45,8 +45,8 @@ def test_a_run_leaves_everything_in_its_folder(digits, tmp_path):
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["seed"] == 1
     assert len(rows(tmp_path / "run" / "metrics.csv")) == len(rows(tmp_path / "run" / "thetas.csv")) == 3
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert {e["block"] for e in events} | set(result.blocks_kept) == {f"blocks.{i}" for i in range(4)}
-    assert result.layers == 2 + 2 * len(result.blocks_kept)
+    assert {e["block"] for e in events} | set(result.survivors) == {f"blocks.{i}" for i in range(4)}
+    assert result.layers == 2 + 2 * result.blocks_kept
     assert result.params < result.params_dense
     assert 0 < result.training_macs_ratio < 1
 

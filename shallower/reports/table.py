@@ -82,7 +82,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 def survivors(results: Sequence[Result]) -> dict[str, int]:
     """In how many runs each block survived: the paper's histogram."""
-    return dict(Counter(block for result in results for block in result.blocks_kept))
+    return dict(Counter(block for result in results for block in result.survivors))
 
 
 def _place(name: str) -> tuple[int, str]:

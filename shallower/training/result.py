@@ -22,7 +22,8 @@ class Result(BaseModel):
     test_rmse: float | None  # of a regression, in standard deviations of the target
     layers: int
     blocks: int
-    blocks_kept: list[str]
+    blocks_kept: int
+    survivors: list[str]  # their names
     params: int
     params_dense: int
     params_absorbed: int
