@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from shallower import Pruner, Residual, flip
-from shallower.ledger import Ledger, count_macs, count_parameters
+from shallower.ledger import Ledger, block_costs, count_macs, count_parameters
 
 
 def started(estimator=None):
@@ -103,3 +103,16 @@ def test_counting_changes_nothing():
     assert [gate.xi for gate in pruner.gates.values()] == draws
     assert [m.training for m in model] == [True, False, True, True]
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def test_the_costs_of_a_block_by_hand():
+    """A block makes a training step keep its hidden layer and its sum, 4 floats of 4 bytes each, for a sample."""
+    model, _, pruner = started()
+    draws = [gate.xi for gate in pruner.gates.values()]
+    rows = block_costs(pruner, torch.randn(5, 3))
+    assert [(row.name, row.params, row.macs) for row in rows] == [("1", 40, 32), ("2", 40, 32)]
+    assert [row.activations for row in rows] == [32, 32]
+    assert all(row.seconds > 0 for row in rows)
+    assert [gate.xi for gate in pruner.gates.values()] == draws
+    assert all(gate.worth is None for gate in pruner.gates.values())
+    assert all(p.grad is None for p in model.parameters())
