@@ -106,7 +106,7 @@ def test_counting_changes_nothing():
 
 
 def test_the_costs_of_a_block_by_hand():
-    """A block makes a training step keep its hidden layer and its sum, 4 floats of 4 bytes each, for a sample."""
+    """For each sample, a training step keeps a hidden layer and the sum: twice 4 floats of 4 bytes."""
     model, _, pruner = started()
     draws = [gate.xi for gate in pruner.gates.values()]
     rows = block_costs(pruner, torch.randn(5, 3))
