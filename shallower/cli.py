@@ -21,7 +21,7 @@ from shallower.recipes import RECIPES, Recipe, RecipeError, recipe
 from shallower.reports import histogram_table, markdown_table, read_results, write_section
 from shallower.reproduce import reproduce_all
 from shallower.split import Block
-from shallower.training import Interrupted, Machine, Result, RunError, train
+from shallower.training import Interrupted, Machine, Result, RunError, train, train_against_dense
 from shallower.training.run import Run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -89,6 +89,7 @@ def train_one(
     bf16: Annotated[bool, typer.Option(help="bfloat16 autocast")] = False,
     channels_last: Annotated[bool, typer.Option(help="memory format of convolutions")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="of PyTorch on the CPU")] = None,
+    against_dense: Annotated[bool, typer.Option(help="train the dense twin in turn, and compare")] = False,
     tensorboard: Annotated[bool, typer.Option(help="curves for TensorBoard in the folder")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -101,12 +102,18 @@ def train_one(
         target = folder or Path("runs") / name / f"seed{seed}"
         machine = Machine(device, bf16, channels_last)
         options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
+        dense: Result | None = None
         with _progress(chosen, show=not as_json) as report, _curves(target, tensorboard) as note:
-            result = train(chosen, task, target, report=report, note=note, **options)
+            if against_dense:
+                result, dense = train_against_dense(chosen, task, target, report=report, **options)
+            else:
+                result = train(chosen, task, target, report=report, note=note, **options)
         if as_json:
-            print(result.model_dump_json())
+            print(result.model_dump_json() if dense is None else json.dumps(_compare(result, dense)))
         else:
             _show(result, target)
+            if dense is not None:
+                _show_ratios(_compare(result, dense))
 
 
 @app.command("reproduce")
@@ -268,6 +275,32 @@ def _show(result: Result, folder: Path) -> None:
     table.add_row("seconds", "", f"{result.seconds:.1f}")
     out.print(table)
     out.print(f"written to {folder}", highlight=False)
+
+
+def _compare(pruned: Result, dense: Result) -> dict[str, Any]:
+    """What the paper claims, measured in one run."""
+    accuracies = pruned.test_accuracy, dense.test_accuracy
+    difference = None if None in accuracies else accuracies[0] - accuracies[1]  # type: ignore[operator]
+    return {
+        "training_load_ratio": pruned.training_load_ratio,
+        "training_macs_ratio": pruned.training_macs_ratio,
+        "seconds_ratio": pruned.seconds / dense.seconds,
+        "accuracy_difference": difference,
+        "loss_difference": pruned.test_loss - dense.test_loss,
+        "pruned": pruned.model_dump(),
+        "dense": dense.model_dump(),
+    }
+
+
+def _show_ratios(found: dict[str, Any]) -> None:
+    table = Table("against the dense network", "", title="trained in turn, on the same data")
+    table.add_row("training load, survivors at full cost", f"{found['training_load_ratio']:.2f}")
+    table.add_row("training MACs that really ran", f"{found['training_macs_ratio']:.2f}")
+    table.add_row("training seconds", f"{found['seconds_ratio']:.2f}")
+    if found["accuracy_difference"] is not None:
+        table.add_row("test accuracy, points", f"{found['accuracy_difference']:+.2f}")
+    table.add_row("test loss", f"{found['loss_difference']:+.4f}")
+    out.print(table)
 
 
 def main() -> None:

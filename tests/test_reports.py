@@ -30,6 +30,7 @@ def result(seed: int, accuracy: float, kept: list[str], name: str = "mnist-fc10"
         training_macs_ratio=0.5,
         training_load_ratio=0.6,
         seconds=120.0,
+        seconds_spent={},
         versions={},
     )
 

@@ -12,7 +12,7 @@ import torch
 import shallower
 from shallower import data
 from shallower.recipes import Recipe, recipe
-from shallower.training import Interrupted, Machine, Result, RunError, loop, train
+from shallower.training import Interrupted, Machine, Result, RunError, loop, train, train_against_dense
 from shallower.training.result import loss_of
 from shallower.training.run import Run
 
@@ -31,7 +31,7 @@ def quick(**fields) -> Recipe:
 
 def rows(path) -> list[dict[str, str]]:
     with path.open() as file:
-        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+        return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in csv.DictReader(file)]
 
 
 def test_a_run_leaves_everything_in_its_folder(digits, tmp_path):
@@ -67,6 +67,7 @@ def test_the_stored_network_is_the_trained_one(digits, tmp_path):
 @pytest.mark.parametrize("stop", [10, 60, 100])
 def test_an_interrupted_run_resumes_to_the_same_end_bit_for_bit(digits, tmp_path, monkeypatch, fields, stop):
     """Stopped in the first, the second and the fine-tuning epoch."""
+    untimed = {"seconds": 0.0, "seconds_spent": {}}
     whole = train(quick(**fields), digits, tmp_path / "whole", seed=3)
     calls = []
 
@@ -81,11 +82,29 @@ def test_an_interrupted_run_resumes_to_the_same_end_bit_for_bit(digits, tmp_path
         with pytest.raises(Interrupted, match="--resume"):
             train(quick(**fields), digits, tmp_path / "part", seed=3)
     resumed = train(quick(**fields), digits, tmp_path / "part", seed=3, resume=True)
-    same = {k: v for k, v in whole.model_dump().items() if k != "seconds"}
-    assert {k: v for k, v in resumed.model_dump().items() if k != "seconds"} == same
+    assert resumed.model_copy(update=untimed) == whole.model_copy(update=untimed)
     assert rows(tmp_path / "part" / "metrics.csv") == rows(tmp_path / "whole" / "metrics.csv")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
     assert weights[0] == weights[1]
+
+
+def test_the_dense_twin_sees_the_same_data_and_is_the_dense_run(digits, tmp_path):
+    pruned, dense = train_against_dense(quick(), digits, tmp_path / "both", seed=3)
+    alone = train(quick(log_gamma=None), digits, tmp_path / "dense", seed=3)
+    assert dense.test_loss == alone.test_loss
+    assert pruned.test_loss == train(quick(), digits, tmp_path / "pruned", seed=3).test_loss
+    assert (pruned.params_dense, pruned.macs_dense) == (dense.params, dense.macs)
+    assert dense.training_macs_ratio == 1.0 > pruned.training_macs_ratio
+    resumed = train_against_dense(quick(), digits, tmp_path / "both", seed=3, resume=True)
+    assert [r.test_loss for r in resumed] == [pruned.test_loss, dense.test_loss]
+
+
+def test_the_seconds_of_a_run_are_accounted_for(digits, tmp_path):
+    result = train(quick(), digits, tmp_path)
+    parts = result.seconds_spent
+    assert set(parts) == {"data", "training", "pruner", "evaluation"}
+    assert all(value > 0 for value in parts.values())
+    assert result.seconds == pytest.approx(sum(parts.values()) - parts["evaluation"])
 
 
 def test_two_seeds_differ_and_one_repeats(digits, tmp_path):

@@ -3,9 +3,9 @@
 import json
 import math
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,53 +40,105 @@ def train(
     note: Callable[[Run], None] | None = None,
 ) -> Result:
     """Run `recipe` on `task` in `folder`, or go on where a stopped run left off, bit for bit."""
-    folder = _folder(Path(folder), resume=resume, overwrite=overwrite)
+    options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
+    run = _begin(recipe, task, Path(folder), **options)
+    with _stopping() as stop:
+        for _ in _epochs(run, Path(folder), stop, report, note):
+            pass
+    _check_stopped(stop, Path(folder))
+    return _finish(run, Path(folder))
+
+
+def train_against_dense(
+    recipe: Recipe, task: Task, folder: str | Path, *, report: Report | None = None, **options: Any
+) -> tuple[Result, Result]:
+    """`recipe` and its dense twin, epoch by epoch in turn: the same data in the same order, the same machine.
+
+    The twin's run is in `folder/dense`. Returns both results, the pruned one first.
+    """
+    folders = Path(folder), Path(folder) / "dense"
+    twin = recipe.model_copy(update={"name": f"{recipe.name}-dense", "log_gamma": None})
+    runs = [
+        _begin(which, task, where, **options) for which, where in zip((recipe, twin), folders, strict=True)
+    ]
+    with _stopping() as stop:
+        turns = [_epochs(run, where, stop, report, None) for run, where in zip(runs, folders, strict=True)]
+        for _ in zip_longest(*turns):
+            pass
+    _check_stopped(stop, folders[0])
+    pruned, dense = (_finish(run, where) for run, where in zip(runs, folders, strict=True))
+    return pruned, dense
+
+
+def _begin(
+    recipe: Recipe,
+    task: Task,
+    folder: Path,
+    *,
+    seed: int = 0,
+    machine: Machine | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> Run:
+    _make_folder(folder, resume=resume, overwrite=overwrite)
     run = Run(recipe, task, seed=seed, machine=machine or Machine())
     if resume:
         run.resume(folder)
     write_text(folder / "recipe.json", json.dumps({"seed": seed, **recipe.model_dump()}, indent=2))
-    with _stopping() as stop:
-        for epoch in range(run.loader.epoch, recipe.epochs):
-            loss = _epoch(run, epoch, stop, report)
-            if stop:
-                break
-            test_loss, accuracy = evaluate(run.model, run.test, task.kind, run.machine.autocast)
-            _note(run, epoch, loss, test_loss, accuracy)
-            run.report(folder)
+    return run
+
+
+def _epochs(
+    run: Run, folder: Path, stop: list[int], report: Report | None, note: Callable[[Run], None] | None
+) -> Iterator[None]:
+    """Train epoch by epoch, with a checkpoint after each, and one where the user stops the run."""
+    for epoch in range(run.loader.epoch, run.recipe.epochs):
+        run.clock.start()
+        loss = _epoch(run, epoch, stop, report)
+        if stop:
             run.save(folder)
-            if note is not None:
-                note(run)
-    if stop:
+            return
+        test_loss, accuracy = evaluate(run.model, run.test, run.task.kind, run.machine.autocast)
+        run.clock.lap("evaluation")
+        _note(run, epoch, loss, test_loss, accuracy)
+        run.report(folder)
         run.save(folder)
+        if note is not None:
+            note(run)
+        yield
+
+
+def _check_stopped(stop: list[int], folder: Path) -> None:
+    if stop:
         raise Interrupted(f"Stopped; `--resume` goes on from {folder / CHECKPOINT}.")
-    return _finish(run, folder)
 
 
 def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> float:
     """One pass over the data, or the rest of it; returns the mean training loss of the epoch."""
-    recipe, kind = run.recipe, run.task.kind
+    recipe, kind, clock = run.recipe, run.task.kind, run.clock
     if run.pruner is not None and recipe.finalize_epoch == epoch and not run.pruner.finalized:
         run.pruner.finalize(recipe.threshold)
     if recipe.fresh_moments and recipe.finalize_epoch == epoch and run.loader.batch == 0:
         run.optimizer.state.clear()
-    begun = time.perf_counter()
     run.model.train()
     for inputs, labels in run.loader:
+        clock.lap("data")
         run.optimizer.zero_grad()
         with run.machine.autocast():
             loss = loss_of(kind, run.model(inputs), labels)
         loss.backward()
         run.optimizer.step()
+        run.scheduler.step()
+        run.loss += loss.detach()
+        clock.lap("training")
         if run.pruner is not None and run.ledger is not None:
             run.pruner.step(_closure(run, inputs, labels))
             run.ledger.step()
-        run.scheduler.step()
-        run.loss += loss.detach()
+            clock.lap("pruner")
         if run.loader.batch % 50 == 0 and report is not None:
             report(run, epoch, float(loss))
         if stop:
             break
-    run.seconds += time.perf_counter() - begun
     mean = float(run.loss) / len(run.loader)
     if not math.isfinite(mean):
         raise RunError(
@@ -113,14 +165,15 @@ def _closure(run: Run, inputs: torch.Tensor, labels: torch.Tensor) -> Callable[[
 def _note(run: Run, epoch: int, loss: float, test_loss: float, accuracy: float | None) -> None:
     row = {
         "epoch": epoch,
-        "lr": run.scheduler.get_last_lr()[0],
+        "lr": run.recipe.lr * run.scheduler.lr_lambdas[0](epoch * len(run.loader)),  # of its first step
         "train_loss": loss,
         "test_loss": test_loss,
         "test_accuracy": accuracy,
         "blocks": len(run.alive),
         "params": count_parameters(run.model),
         "macs": count_macs(run.model, run.example),
-        "seconds": round(run.seconds, 3),
+        "seconds": round(run.clock.training, 3),
+        **{f"seconds_{name}": round(value, 3) for name, value in run.clock.seconds.items()},
     }
     if run.ledger is not None:
         row |= {f"load_{name}": value for name, value in vars(run.ledger.load).items()}
@@ -160,7 +213,8 @@ def _finish(run: Run, folder: Path) -> Result:
         fpr=100 * (1 - macs / run.macs_dense),
         training_macs_ratio=1.0 if load is None else load.ran / load.dense,
         training_load_ratio=1.0 if load is None else load.survivors / load.dense,
-        seconds=run.seconds,
+        seconds=run.clock.training,
+        seconds_spent=run.clock.seconds,
         versions=versions(),
     )
     store.save(folder, net, network=recipe.network, options=recipe.options, removed=removed)
@@ -168,7 +222,7 @@ def _finish(run: Run, folder: Path) -> Result:
     return result
 
 
-def _folder(folder: Path, *, resume: bool, overwrite: bool) -> Path:
+def _make_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     taken = folder.exists() and any(folder.iterdir())
     if taken and not (resume or overwrite):
         raise RunError(
@@ -179,7 +233,6 @@ def _folder(folder: Path, *, resume: bool, overwrite: bool) -> Path:
         for name in (CHECKPOINT, "result.json", store.WEIGHTS, store.STRUCTURE, "metrics.csv", "thetas.csv"):
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 @contextmanager

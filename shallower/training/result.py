@@ -34,7 +34,8 @@ class Result(BaseModel):
     fpr: float  # per cent of the MACs pruned
     training_macs_ratio: float  # what ran, against the dense network: the gates' overhead included
     training_load_ratio: float  # the paper's: every survivor at its full cost
-    seconds: float
+    seconds: float  # of training: data, forward and backward passes, pruner
+    seconds_spent: dict[str, float]  # the same in parts, and evaluation
     versions: dict[str, str]
 
 

@@ -17,6 +17,7 @@ from shallower.files import atomic, write_csv, write_text
 from shallower.ledger import Ledger, Load, count_macs, count_parameters
 from shallower.pruner import Pruner
 from shallower.recipes import Recipe
+from shallower.training.clock import Clock
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -74,7 +75,7 @@ class Run:
         self.history: list[dict[str, Any]] = []
         self.rates: list[dict[str, Any]] = []
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # summed over the epoch so far
-        self.seconds = 0.0
+        self.clock = Clock()
         self._blocks = [block.name for block in find_blocks(self.model)] if self.pruner is None else []
 
     def _gate(self) -> Pruner:
@@ -118,7 +119,7 @@ class Run:
             "history": json.dumps(self.history),
             "rates": json.dumps(self.rates),
             "loss": self.loss,
-            "seconds": self.seconds,
+            "seconds": self.clock.seconds,
         }
         with atomic(folder / CHECKPOINT) as path:
             torch.save(state, path)
@@ -149,7 +150,7 @@ class Run:
         torch.set_rng_state(state["generator"])
         self.history, self.rates = json.loads(state["history"]), json.loads(state["rates"])
         self.loss.copy_(state["loss"])
-        self.seconds = state["seconds"]
+        self.clock.seconds = dict(state["seconds"])
 
     def report(self, folder: Path) -> None:
         """The run so far, for people and their tools."""
