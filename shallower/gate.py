@@ -53,6 +53,7 @@ class Gate:
         self.wants_free = free  # whether Euler's identity may be used
         self.alias = alias  # whether a closed block may hand on its very input
         self.xi = True
+        self.rate = 1.0  # theta as a number, handed to the buffer when the mean network runs
         self.credits: list[Tensor] = []
         self.record: list[tuple[Gate, Tensor]] | None = None  # see `estimators.flip`
         self.replay: deque[Tensor] = deque()
@@ -115,13 +116,25 @@ class Gate:
         """The forward pass of the module, whose own forward is `whole`."""
         if self.replay:
             return self.replay.popleft().clone()
-        out = self._forward(whole, self._input(args, kwargs))
+        z = self._input(args, kwargs)
+        out = whole(z) if self._runs_whole() else self._forward(z)  # open: as the module's author wrote it
         if self.record is not None:
             self.record.append((self, out.clone()))
         return out
 
+    def _runs_whole(self) -> bool:
+        if not (self.xi and self.module.training):
+            return False
+        if not (self.watching and torch.is_grad_enabled()):
+            return True
+        free = self._free()
+        self._opened = self._opened or free
+        return free
+
     def _input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The one input; the other arguments must have the values that the block was split with."""
+        if len(args) == 1 and not kwargs:
+            return args[0]
         names = list(self.inputs)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs
         others = {n: v for n, v in given.items() if n != names[0]}
@@ -133,15 +146,12 @@ class Gate:
             )
         return given[names[0]]
 
-    def _forward(self, whole: Whole, z: Tensor) -> Tensor:
-        module, training = self.module, self.module.training
-        watching = self.watching and torch.is_grad_enabled()
-        if training and self.xi and (not watching or self._free()):
-            self._opened = self._opened or watching
-            return whole(z)  # (1) with xi = 1: the module as its author wrote it
+    def _forward(self, z: Tensor) -> Tensor:
+        module, watching = self.module, self.watching and torch.is_grad_enabled()
         self._check_constants()
         z = self.head(module, z)
-        if not training:
+        if not module.training:
+            self.theta.fill_(self.rate)
             return self.tail(module, self.skip(module, z) + self.theta * self.branch(module, z))
         skip = self.skip(module, z)
         if self.xi:
@@ -186,7 +196,7 @@ class Gate:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: compiled parts and hooks stay behind, and the copy splits its block again."""
-        kept = ("name", "module", "watching", "wants_free", "alias", "xi", "code")
+        kept = ("name", "module", "watching", "wants_free", "alias", "xi", "rate", "code")
         return {name: vars(self)[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -272,6 +282,7 @@ def _empty(cls: type[nn.Module]) -> nn.Module:
 def attach(module: nn.Module, block: Block, theta: float, **options: bool) -> Gate:
     """Gate `module` in place."""
     gate = Gate(block, module, **options)
+    gate.rate = theta
     device = next(p.device for p in module.parameters())
     module.register_buffer(THETA, torch.tensor(theta, device=device), persistent=False)
     vars(module)[GATE] = gate

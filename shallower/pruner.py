@@ -99,6 +99,7 @@ class Pruner:
         check_trainable(model, optimizer, self.blocks)
         self.multipliers = prior.multiplier_vector(multipliers, self.names)
         self.theta = torch.full((len(found),), float(theta), dtype=torch.float64)  # on the host, which draws
+        self._alive = torch.ones_like(self.theta)
         self.theta_optimizer = theta_optimizer([self.theta], lr=theta_lr)
         self.generator = torch.Generator().manual_seed(seed)
         self._prunable = {
@@ -186,15 +187,11 @@ class Pruner:
         """
         gates = list(self.gates.values())
         with frozen_statistics(self.model.modules() if closure else ()), self._before.weights_before():
-            values = [torch.as_tensor(value) for value in self.estimator(gates, closure)]
-        if len(values) != len(gates) or any(value.numel() != 1 for value in values):
-            shapes = [tuple(value.shape) for value in values]
-            raise ValueError(
-                f"The estimator returned {len(values)} values of the shapes {shapes} for {len(gates)} gates; "
-                "it must return one number for each."
-            )
-        known = torch.stack([value.reshape(()) for value in values]).to(self.theta)  # one transfer in a step
-        wrong = [gate.name for gate, ok in zip(gates, known.isfinite().tolist(), strict=True) if not ok]
+            found = self.estimator(gates, closure)
+        known = _vector(found, len(gates)).to(self.theta)  # the one transfer in a step
+        wrong = [
+            gate.name for gate, value in zip(gates, known.tolist(), strict=True) if not math.isfinite(value)
+        ]
         if wrong and self.grad_scaler is not None:
             return None
         if wrong:
@@ -221,22 +218,14 @@ class Pruner:
         self.theta_optimizer.step()
         self.theta.grad = None
         self.theta.clamp_(0, 1)  # (5)
-        for event in self.events:  # a removed block's moments may still move its entry
-            self.theta[self.names.index(event.block)] = 0.0
-        self._publish()
+        self.theta.mul_(self._alive)  # a removed block's moments may still move its entry
 
     def _draw(self) -> None:
         """xi ~ Bernoulli(theta), one draw for the whole batch; as many numbers whatever was removed."""
         uniform = torch.rand(len(self.names), generator=self.generator).tolist()
-        rates = self.theta.tolist()
-        for name, u, rate in zip(self.names, uniform, rates, strict=True):
-            if name in self.gates:
-                self.gates[name].xi = u < rate
-
-    def _publish(self) -> None:
-        """Let every gate know its rate, for the mean network of evaluation."""
-        for gate, rate in zip(self.gates.values(), self.theta[self._positions()].unbind(), strict=True):
-            gate.theta.copy_(rate)
+        for name, u, rate in zip(self.names, uniform, self.theta.tolist(), strict=True):
+            if (gate := self.gates.get(name)) is not None:
+                gate.xi, gate.rate = u < rate, rate
 
     def _positions(self) -> list[int]:
         return [i for i, name in enumerate(self.names) if name in self.gates]
@@ -260,7 +249,8 @@ class Pruner:
         optim.forget(self.optimizer, self._prunable.pop(name))
         replace(self.model, name, self.blocks[name].bypass(module, alias=name not in self._unaliased))
         retire(module, name)
-        self.theta[self.names.index(name)] = 0.0
+        self._alive[self.names.index(name)] = 0.0
+        self.theta.mul_(self._alive)
 
     def finalize(self, threshold: float = 0.1) -> list[Removal]:
         """Make the network deterministic: rates below `threshold` become 0, all others 1.
@@ -345,6 +335,20 @@ class Pruner:
         if state["finalized"] and not self.finalized:
             self._ungate()
         for name, gate in self.gates.items():
-            gate.xi = name in state["xi"]
+            gate.xi, gate.rate = name in state["xi"], self.thetas[name]
         self.discard()
-        self._publish()
+
+
+def _vector(found: Any, number: int) -> Tensor:
+    """What an estimator returned, as one vector."""
+    if not isinstance(found, Tensor):
+        parts = [torch.as_tensor(value) for value in found]
+        if all(part.numel() == 1 for part in parts) and parts:
+            found = torch.stack([part.reshape(()) for part in parts])
+    shape = tuple(found.shape) if isinstance(found, Tensor) else [tuple(part.shape) for part in parts]
+    if shape != (number,):
+        raise ValueError(
+            f"The estimator returned values of the shape {shape} for {number} gates; "
+            "it must return one number for each."
+        )
+    return found

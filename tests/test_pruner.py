@@ -112,8 +112,8 @@ def test_gates_know_their_rates_and_learn_on_after_a_change_of_type():
     optimizer.step()
     pruner.step()
     assert all(abs(rate - 0.75) == pytest.approx(1e-6, rel=1e-3) for rate in pruner.thetas.values())
-    model.float()
-    pruner._publish()
+    model.float().eval()
+    model(x)
     for name, rate in pruner.thetas.items():
         assert_close(float(pruner.gates[name].theta), rate)
 
@@ -141,7 +141,7 @@ def test_micro_batches_of_one_step_give_the_estimate_of_the_whole_batch():
 
     def spy(gates, closure):
         values = shallower.first_order(gates, closure)
-        seen.append(torch.stack(values))
+        seen.append(values)
         return values
 
     x, y = batch(0)
@@ -494,7 +494,7 @@ def test_a_schedule_that_turns_positive_is_refused():
 def test_an_estimator_of_the_wrong_length_is_refused():
     _, optimizer, pruner = started(estimator=lambda gates, closure: [torch.zeros(())])
     optimizer.step()
-    with pytest.raises(ValueError, match=r"returned 1 values of the shapes \[\(\)\] for 4 gates"):
+    with pytest.raises(ValueError, match=r"shape \(1,\) for 4 gates"):
         pruner.step()
 
 
