@@ -1,7 +1,6 @@
 """One recipe for each number that the paper publishes: every hyper-parameter, and the figure beside it.
 
-The MNIST recipes hold the settings under which the paper's rows come out; where these are not the printed
-ones, `departs` says so, and docs/results.md what was tried.
+Where a recipe departs from the printed settings, or fills in what the paper leaves open, `departs` says so.
 """
 
 from collections.abc import Mapping
