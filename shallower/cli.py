@@ -1,4 +1,4 @@
-"""The command line: `shallower list | train | reproduce | data | inspect`."""
+"""The command line: `shallower list | train | reproduce | data | inspect | report | table`."""
 
 import json
 import sys
@@ -13,14 +13,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shallower import data, models
-from shallower.blocks import find_blocks
-from shallower.graphs import replace
-from shallower.ledger import count_macs, count_parameters
+from shallower import data
 from shallower.recipes import RECIPES, Recipe, RecipeError, recipe
-from shallower.reports import histogram_table, markdown_table, read_results, write_section
+from shallower.reports import (
+    Record,
+    format_table,
+    histogram_table,
+    load_runs,
+    markdown_table,
+    read_results,
+    rows_by_label,
+    write_section,
+)
+from shallower.reports.costs import network_cost
+from shallower.reports.table import FORMATS
 from shallower.reproduce import reproduce_all
-from shallower.split import Block
 from shallower.training import Interrupted, Machine, Result, RunError, train, train_against_dense
 from shallower.training.run import Run
 
@@ -31,6 +38,7 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="field=value of the recipe; may be repeated")
 ]
 DataDir = Annotated[Path | None, typer.Option(help="where the data lie, or are fetched to")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs, or folders of these")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 
@@ -42,7 +50,7 @@ def _plain_errors() -> Iterator[None]:
     except Interrupted as stop:
         err.print(str(stop), highlight=False, markup=False)
         raise typer.Exit(130) from stop
-    except (RecipeError, RunError, data.DataError, ValueError, OSError) as error:
+    except (RecipeError, RunError, data.DataError, ValueError, OSError, ImportError) as error:
         err.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
@@ -166,14 +174,11 @@ def inspect(
 ) -> None:
     """The blocks of a recipe's network: parameters, MACs, and what can be pruned."""
     with _plain_errors():
-        chosen = recipe(name, parse_overrides(set_))
-        model = getattr(models, chosen.network)(**chosen.options)
-        example = torch.zeros(2, *INPUTS[chosen.task])
-        macs, params = count_macs(model, example), count_parameters(model)
-        blocks: list[dict[str, Any]] = []
-        for block in find_blocks(model):
-            own = sum(p.numel() for p in block.prunable(model.get_submodule(block.name)).values())
-            blocks.append({"name": block.name, "params": own, "macs": macs - _without(model, block, example)})
+        cost = network_cost(recipe(name, parse_overrides(set_)))
+        macs, params = cost.macs, cost.params
+        blocks: list[dict[str, Any]] = [
+            {"name": block.name, "params": block.params, "macs": block.macs} for block in cost.blocks
+        ]
         if as_json:
             print(json.dumps({"recipe": name, "params": params, "macs": macs, "blocks": blocks}))
             return
@@ -189,25 +194,39 @@ def inspect(
         )
 
 
-INPUTS = {
-    "digits": (1, 8, 8),
-    "diabetes": (10,),
-    "mnist": (1, 28, 28),
-    "fashion-mnist": (1, 28, 28),
-    "cifar10": (3, 32, 32),
-    "cifar100": (3, 32, 32),
-    "imagenet": (3, 224, 224),
-}
+@app.command("report")
+def report(
+    places: Runs,
+    page: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(help="a folder for the figures, as PNG and SVG")] = None,
+) -> None:
+    """One HTML page about runs, finished or not: what was pruned, what it cost, what it saved."""
+    with _plain_errors():
+        from shallower.reports.page import write_report  # matplotlib is an extra
+
+        runs = _read(places)
+        write_report(runs, page, figures)
+        out.print(f"written to {page}", highlight=False)
 
 
-def _without(model: torch.nn.Module, block: Block, example: torch.Tensor) -> int:
-    """The MACs of `model` when `block` is gone."""
-    module = model.get_submodule(block.name)
-    replace(model, block.name, block.bypass(module))
-    try:
-        return count_macs(model, example)
-    finally:
-        replace(model, block.name, module)
+@app.command("table")
+def table(
+    places: Runs,
+    kind: Annotated[str, typer.Option("--format", help=", ".join(FORMATS))] = "markdown",
+) -> None:
+    """Finished runs as a table for papers and READMEs: mean ± sd over seeds, beside the paper's figure."""
+    with _plain_errors():
+        rows = rows_by_label(_read(places))
+        if not rows:
+            raise RunError("None of these runs has finished; `shallower report` shows how far they are.")
+        print(format_table(rows, kind), end="")
+
+
+def _read(places: list[Path]) -> list[Record]:
+    runs, wrong = load_runs(places)
+    for text in wrong:
+        err.print(f"left out: {text}", highlight=False, markup=False, soft_wrap=True)
+    return runs
 
 
 @contextmanager

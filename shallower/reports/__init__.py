@@ -1,5 +1,26 @@
-"""Tables and figures of finished runs."""
+"""Tables, figures and pages of runs. `figures` and `page` need matplotlib: import them by name."""
 
-from shallower.reports.table import histogram_table, markdown_table, read_results, survivors, write_section
+from shallower.reports.runs import FolderError, Record, load_run, load_runs
+from shallower.reports.table import (
+    format_table,
+    histogram_table,
+    markdown_table,
+    read_results,
+    rows_by_label,
+    survivors,
+    write_section,
+)
 
-__all__ = ["histogram_table", "markdown_table", "read_results", "survivors", "write_section"]
+__all__ = [
+    "FolderError",
+    "Record",
+    "format_table",
+    "histogram_table",
+    "load_run",
+    "load_runs",
+    "markdown_table",
+    "read_results",
+    "rows_by_label",
+    "survivors",
+    "write_section",
+]

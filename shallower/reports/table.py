@@ -1,14 +1,18 @@
 """The paper's tables again: mean ± sd over seeds, the paper's figure beside ours."""
 
+import csv
+import io
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from shallower.files import write_text
 from shallower.recipes import RECIPES, Paper
+from shallower.reports.runs import Record, groups
 from shallower.training.result import Result
 
 COLUMNS = (
@@ -21,9 +25,22 @@ COLUMNS = (
     "pPR %",
     "paper",
     "fPR %",
+    "paper",
+    "RMSE",
     "load",
     "minutes",
 )
+CSV_COLUMNS = ("accuracy", "layers", "ppr", "fpr", "rmse", "load", "minutes")
+FORMATS = ("markdown", "latex", "csv")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting over its seeds, and what the paper has for it."""
+
+    name: str
+    results: list[Result]
+    paper: Paper
 
 
 def read_results(folders: Iterable[str | Path]) -> list[Result]:
@@ -45,12 +62,67 @@ def read_results(folders: Iterable[str | Path]) -> list[Result]:
     return found
 
 
+def rows_by_name(results: Sequence[Result]) -> list[Row]:
+    """One row per recipe, in the order of the recipes."""
+    names = sorted({r.recipe for r in results}, key=_place)
+    return [
+        Row(
+            name,
+            [r for r in results if r.recipe == name],
+            RECIPES[name].paper if name in RECIPES else Paper(),
+        )
+        for name in names
+    ]
+
+
+def rows_by_label(runs: Sequence[Record]) -> list[Row]:
+    """One row per recipe and what was set beside it, so that no mean is taken over different settings."""
+    return [
+        Row(name, [run.result for run in some if run.result is not None], some[0].paper)
+        for name, some in groups(runs).items()
+        if any(run.result is not None for run in some)
+    ]
+
+
 def markdown_table(results: Sequence[Result]) -> str:
     """One row per recipe, in the order of the recipes."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "| --- " + "| ---: " * (len(COLUMNS) - 1) + "|"]
-    for name in sorted({r.recipe for r in results}, key=_place):
-        lines.append("| " + " | ".join(_row(name, [r for r in results if r.recipe == name])) + " |")
-    return "\n".join(lines) + "\n"
+    return as_markdown(rows_by_name(results))
+
+
+def format_table(rows: Sequence[Row], kind: str) -> str:
+    """The table as `markdown`, `latex` or `csv`."""
+    writers = {"markdown": as_markdown, "latex": as_latex, "csv": as_csv}
+    if kind not in writers:
+        raise ValueError(f"There is no format {kind!r} for a table. There are: {', '.join(FORMATS)}.")
+    return writers[kind](rows)
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    head, *body = cells(rows)
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def as_latex(rows: Sequence[Row]) -> str:
+    """A tabular with the rules of the package booktabs."""
+    head, *body = (" & ".join(map(_tex, line)) + r" \\" for line in cells(rows))
+    columns = "l" + "r" * (len(cells(rows)[0]) - 1)
+    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    return "\n".join([*lines, r"\end{tabular}"]) + "\n"
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Numbers in full, mean and deviation apart; a cell is empty where there is none."""
+    text = io.StringIO()
+    pairs = [column for name in CSV_COLUMNS for column in (name, f"{name}_sd")]
+    printed = [f"paper_{name}" for name in Paper.model_fields]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["recipe", "seeds", *pairs, *printed])
+    for row in rows:
+        found = _columns(row.results)
+        spread = [cell for name in CSV_COLUMNS for cell in _moments(found[name])]
+        writer.writerow([row.name, len(row.results), *spread, *row.paper.model_dump().values()])
+    return text.getvalue()
 
 
 def histogram_table(results: Sequence[Result]) -> str:
@@ -89,22 +161,54 @@ def _place(name: str) -> tuple[int, str]:
     return (list(RECIPES).index(name), name) if name in RECIPES else (len(RECIPES), name)
 
 
-def _row(name: str, runs: list[Result]) -> list[str]:
-    paper = RECIPES[name].paper if name in RECIPES else Paper()
-    accuracy = [r.test_accuracy for r in runs if r.test_accuracy is not None]
+def _columns(runs: Sequence[Result]) -> dict[str, list[float]]:
+    return {
+        "accuracy": [r.test_accuracy for r in runs if r.test_accuracy is not None],
+        "layers": [r.layers for r in runs],
+        "ppr": [r.ppr for r in runs],
+        "fpr": [r.fpr for r in runs],
+        "rmse": [r.test_rmse for r in runs if r.test_rmse is not None],
+        "load": [r.training_macs_ratio for r in runs],
+        "minutes": [r.seconds / 60 for r in runs],
+    }
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The head, then each row as text; columns in which no row has anything are left out."""
+    columns = zip(COLUMNS, *map(_cells, rows), strict=True)
+    full = [column for column in columns if any(column[1:]) or not rows]
+    return [list(line) for line in zip(*full, strict=True)]
+
+
+def _cells(row: Row) -> list[str]:
+    found, paper = _columns(row.results), row.paper
     return [
-        name,
-        str(len(runs)),
-        _spread(accuracy, 2),
+        row.name,
+        str(len(row.results)),
+        _spread(found["accuracy"], 2),
         _printed(paper.accuracy, paper.accuracy_sd),
-        _spread([r.layers for r in runs], 2),
+        _spread(found["layers"], 2),
         _printed(paper.layers, paper.layers_sd),
-        _spread([r.ppr for r in runs], 2),
+        _spread(found["ppr"], 2),
         _printed(paper.ppr, None),
-        _spread([r.fpr for r in runs], 2),
-        _spread([r.training_macs_ratio for r in runs], 2),
-        f"{statistics.mean(r.seconds for r in runs) / 60:.1f}",
+        _spread(found["fpr"], 2),
+        _printed(paper.fpr, None),
+        _spread(found["rmse"], 4),
+        _spread(found["load"], 2),
+        f"{statistics.mean(found['minutes']):.1f}",
     ]
+
+
+def _moments(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean and sample deviation, None where there are too few values."""
+    mean = statistics.mean(values) if values else None
+    return mean, statistics.stdev(values) if len(values) > 1 else None
+
+
+def _tex(text: str) -> str:
+    for mark in "&%$#_{}":
+        text = text.replace(mark, f"\\{mark}")
+    return text.replace("±", r"$\pm$").replace("=-", "=$-$")
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

@@ -230,7 +230,15 @@ def _make_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
             "or choose another folder with --out."
         )
     if overwrite and taken and not resume:
-        for name in (CHECKPOINT, "result.json", store.WEIGHTS, store.STRUCTURE, "metrics.csv", "thetas.csv"):
+        for name in (
+            CHECKPOINT,
+            "result.json",
+            store.WEIGHTS,
+            store.STRUCTURE,
+            "metrics.csv",
+            "thetas.csv",
+            "events.jsonl",
+        ):
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
 
