@@ -233,18 +233,6 @@ _TABLE = [
         finetune_lr=1e-4,
     ),
     Recipe(
-        name="digits-dense",
-        task="digits",
-        network="mlp",
-        options={"inputs": 64, "width": 64, "depth": 16, "outputs": 10},
-        fixed_layers=2,
-        layers_per_block=2,
-        epochs=40,
-        batch_size=32,
-        pixels="standard",
-        decay=0.15,
-    ),
-    Recipe(
         name="diabetes",
         task="diabetes",
         network="mlp",
@@ -284,18 +272,6 @@ _TABLE = [
         options={"depth": 20, "pool": "after-stem", "form": "relu-inside"},
         **_CNN,
     ),
-    _mnist(
-        "fashion-fc20-dense",
-        task="fashion-mnist",
-        **{**_FC, "log_gamma": None, "departs": ""},
-        options={"depth": 20, "form": "relu-inside", "gain": 0.3},
-    ),
-    _mnist(
-        "fashion-cnn20-dense",
-        task="fashion-mnist",
-        **{**_CNN, "log_gamma": None, "departs": ""},
-        options={"depth": 20, "pool": "after-stem", "form": "relu-inside"},
-    ),
     _vgg("dense", None, Paper(accuracy=94.05)),
     _vgg("1200", -1200.0, Paper(accuracy=93.86, ppr=72.85, fpr=33.12)),
     _vgg("1800", -1800.0, Paper(accuracy=92.74, ppr=91.55, fpr=63.22)),
@@ -319,4 +295,9 @@ _TABLE = [
     _imagenet("imagenet-resnet50", -17_500.0, Paper(accuracy=74.82)),
     _imagenet("imagenet-resnet50-dense", None, Paper(accuracy=76.04)),
 ]
-RECIPES: dict[str, Recipe] = {row.name: row for row in _TABLE}
+_TWINS = [
+    row.model_copy(update={"name": f"{row.name}-dense", "log_gamma": None, "departs": ""})
+    for row in _TABLE
+    if row.name in ("digits", "fashion-fc20", "fashion-cnn20")
+]
+RECIPES: dict[str, Recipe] = {row.name: row for row in [*_TABLE, *_TWINS]}

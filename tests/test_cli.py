@@ -42,7 +42,7 @@ def test_train_prints_its_result_and_resumes_and_refuses(tmp_path):
     assert "--resume" in again.stderr
     resumed = run("train", "digits", *QUICK, "--out", folder, "--resume", "--json")
     assert json.loads(resumed.stdout)["test_loss"] == result["test_loss"]
-    other = run("train", "digits-dense", "--set", "epochs=2", "--out", folder, "--resume")
+    other = run("train", "digits-dense", *QUICK, "--out", folder, "--resume")
     assert other.exit_code == 2
     assert "another run" in other.stderr
 

@@ -146,6 +146,27 @@ def test_resuming_from_nothing_or_from_a_damaged_file_is_refused(digits, tmp_pat
         train(quick(), digits, tmp_path, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"network": "nothing"}, "There is no network 'nothing'; there are"),
+        ({"options": {"colour": 1}}, "do not fit mlp"),
+        (
+            {"options": {"inputs": 63, "width": 4, "depth": 2, "outputs": 10}},
+            r"does not take the inputs \(1, 8, 8\)",
+        ),
+    ],
+)
+def test_a_network_that_does_not_fit_ends_in_a_clear_error(digits, tmp_path, fields, message):
+    with pytest.raises(RunError, match=message):
+        train(quick(**fields), digits, tmp_path / "run")
+
+
+def test_a_device_that_is_not_there_ends_in_a_clear_error(digits, tmp_path):
+    with pytest.raises(RunError, match="--device cpu"):
+        train(quick(), digits, tmp_path / "run", machine=Machine("nowhere"))
+
+
 def test_a_loss_that_explodes_names_the_epoch_and_keeps_the_checkpoint(digits, tmp_path):
     with pytest.raises((RunError, FloatingPointError), match=r"epoch|step"):
         train(quick(optimizer="sgd", lr=1e6), digits, tmp_path)

@@ -37,11 +37,20 @@ class Machine:
     @property
     def where(self) -> torch.device:
         if self.device != "auto":
-            return torch.device(self.device)
+            return _device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.where.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+
+
+def _device(name: str) -> torch.device:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(f"The device {name!r} cannot be used here ({reason}); try --device cpu.") from error
+    return torch.device(name)
 
 
 class Run:
@@ -51,9 +60,7 @@ class Run:
         self.recipe, self.task, self.seed, self.machine = recipe, task, seed, machine
         torch.manual_seed(seed)
         device, fmt = machine.where, torch.channels_last if machine.channels_last else torch.preserve_format
-        self.model: nn.Module = getattr(models, recipe.network)(**recipe.options).to(
-            device, memory_format=fmt
-        )
+        self.model: nn.Module = _network(recipe).to(device, memory_format=fmt)  # type: ignore[call-overload]
         self.loader = task.batches(
             "train",
             recipe.batch_size,
@@ -68,7 +75,14 @@ class Run:
         self.optimizer = _optimizer(recipe, self.model, self.size)
         self.scheduler = _schedule(recipe, self.optimizer, len(self.loader))
         example = next(iter(task.batches("test", 2, device=device)))[0]
-        self.params_dense, self.macs_dense = count_parameters(self.model), count_macs(self.model, example)
+        self.params_dense = count_parameters(self.model)
+        try:
+            self.macs_dense = count_macs(self.model, example)
+        except RuntimeError as error:
+            raise RunError(
+                f"The network {recipe.network}({recipe.options}) does not take the inputs {task.input_shape} "
+                f"of {task.name}: {error}. Set other options: --set 'options={{...}}'."
+            ) from error
         self.example = example
         self.pruner = None if recipe.dense else self._gate()
         self.ledger = None if self.pruner is None else Ledger(self.pruner, example)
@@ -160,6 +174,15 @@ class Run:
             write_text(
                 folder / "events.jsonl", "".join(json.dumps(asdict(e)) + "\n" for e in self.pruner.events)
             )
+
+
+def _network(recipe: Recipe) -> nn.Module:
+    if recipe.network not in models.__all__:
+        raise RunError(f"There is no network {recipe.network!r}; there are {', '.join(models.__all__)}.")
+    try:
+        return getattr(models, recipe.network)(**recipe.options)
+    except TypeError as error:
+        raise RunError(f"The options {recipe.options} do not fit {recipe.network}: {error}.") from error
 
 
 def _optimizer(recipe: Recipe, model: nn.Module, size: int) -> torch.optim.Optimizer:
