@@ -4,29 +4,37 @@ from shallower.absorption import Absorption, absorb
 from shallower.blocks import find_blocks, survey
 from shallower.estimators import at_the_sum, first_order, flip
 from shallower.gate import Gate
+from shallower.ledger import BlockCost, Ledger, block_costs, count_macs, count_parameters
 from shallower.optim import RobbinsMonro, forget
 from shallower.prior import constant, linear_ramp
 from shallower.pruner import Pruner, Removal
 from shallower.residual import ChannelCopy, Residual, ZeroPad
 from shallower.split import Block, NotResidual, split
 from shallower.store import load
+from shallower.worth import Worth, worth
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Absorption",
     "Block",
+    "BlockCost",
     "ChannelCopy",
     "Gate",
+    "Ledger",
     "NotResidual",
     "Pruner",
     "Removal",
     "Residual",
     "RobbinsMonro",
+    "Worth",
     "ZeroPad",
     "absorb",
     "at_the_sum",
+    "block_costs",
     "constant",
+    "count_macs",
+    "count_parameters",
     "find_blocks",
     "first_order",
     "flip",
@@ -35,4 +43,5 @@ __all__ = [
     "load",
     "split",
     "survey",
+    "worth",
 ]

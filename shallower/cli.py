@@ -26,10 +26,10 @@ from shallower.reports import (
     write_section,
 )
 from shallower.reports.costs import network_cost
+from shallower.reports.live import following
 from shallower.reports.table import FORMATS
 from shallower.reproduce import reproduce_all
-from shallower.training import Interrupted, Machine, Result, RunError, train, train_against_dense
-from shallower.training.run import Run
+from shallower.training import Interrupted, Machine, Result, Run, RunError, train, train_against_dense
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 out, err = Console(), Console(stderr=True)
@@ -39,6 +39,9 @@ Overrides = Annotated[
 ]
 DataDir = Annotated[Path | None, typer.Option(help="where the data lie, or are fetched to")]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs, or folders of these")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Bf16 = Annotated[bool, typer.Option(help="bfloat16 autocast")]
+ChannelsLast = Annotated[bool, typer.Option(help="memory format of convolutions")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 
@@ -93,12 +96,15 @@ def train_one(
     resume: Annotated[bool, typer.Option(help="go on where the run in the folder stopped")] = False,
     overwrite: Annotated[bool, typer.Option(help="replace the run in the folder")] = False,
     data_dir: DataDir = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    bf16: Annotated[bool, typer.Option(help="bfloat16 autocast")] = False,
-    channels_last: Annotated[bool, typer.Option(help="memory format of convolutions")] = False,
+    device: Device = "auto",
+    bf16: Bf16 = False,
+    channels_last: ChannelsLast = False,
     threads: Annotated[int | None, typer.Option(min=1, help="of PyTorch on the CPU")] = None,
     against_dense: Annotated[bool, typer.Option(help="train the dense twin in turn, and compare")] = False,
     tensorboard: Annotated[bool, typer.Option(help="curves for TensorBoard in the folder")] = False,
+    page: Annotated[
+        bool, typer.Option("--report", help="report.html in the folder, anew after every epoch")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train and prune one network."""
@@ -111,9 +117,10 @@ def train_one(
         machine = Machine(device, bf16, channels_last)
         options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
         dense: Result | None = None
-        with _progress(chosen, show=not as_json) as report, _curves(target, tensorboard) as note:
+        follow = following(target, tensorboard=tensorboard, report=page)
+        with _progress(chosen, show=not as_json) as report, follow as note:
             if against_dense:
-                result, dense = train_against_dense(chosen, task, target, report=report, **options)
+                result, dense = train_against_dense(chosen, task, target, report=report, note=note, **options)
             else:
                 result = train(chosen, task, target, report=report, note=note, **options)
         if as_json:
@@ -136,6 +143,9 @@ def reproduce(
         str | None, typer.Option(help="FILE:SECTION of a Markdown file to put the table in")
     ] = None,
     data_dir: DataDir = None,
+    device: Device = "auto",
+    bf16: Bf16 = False,
+    channels_last: ChannelsLast = False,
     as_json: AsJson = False,
 ) -> None:
     """Run recipes over several seeds and print the paper's table; finished runs are not run again."""
@@ -144,9 +154,9 @@ def reproduce(
         chosen = [recipe(name, overrides) for name in names]
         for task in {row.task for row in chosen}:
             data.load(task, data_dir)
-        failed = reproduce_all(
-            names, seeds=seeds, jobs=jobs, sets=set_ or [], runs=runs, results=results, data_dir=data_dir
-        )
+        flags = ["--device", device, *["--bf16"] * bf16, *["--channels-last"] * channels_last]
+        places: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir}
+        failed = reproduce_all(names, seeds=seeds, jobs=jobs, sets=set_ or [], flags=flags, **places)
         found = [r for r in read_results([results]) if r.recipe in names]
         print(json.dumps([r.model_dump() for r in found]) if as_json else markdown_table(found))
         if into is not None:
@@ -252,33 +262,6 @@ def _progress(chosen: Recipe, *, show: bool) -> Iterator[Any]:
             progress.update(bar, completed=done, now=now)
 
         yield report
-
-
-@contextmanager
-def _curves(folder: Path, wanted: bool) -> Iterator[Any]:
-    """A function that writes the rows of a run for TensorBoard."""
-    if not wanted:
-        yield None
-        return
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise RunError('TensorBoard is not installed: pip install "shallower[tensorboard]".') from error
-    writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def note(run: Run) -> None:
-        row = run.history[-1]
-        for key, value in row.items():
-            if key != "epoch" and value is not None:
-                writer.add_scalar(key, value, row["epoch"])
-        for name, rate in run.rates[-1].items() if run.rates else ():
-            if name != "epoch":
-                writer.add_scalar(f"theta/{name}", rate, row["epoch"])
-
-    try:
-        yield note
-    finally:
-        writer.close()
 
 
 def _show(result: Result, folder: Path) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import mul
 from typing import Any
 
@@ -128,16 +129,17 @@ def _block_macs(pruner: Pruner, example: Tensor) -> tuple[dict[str, int], int]:
 
 def block_costs(pruner: Pruner, example: Tensor, *, repeats: int = 5) -> list[BlockCost]:
     """What each gated block costs now: counted, and measured on the batch `example`."""
-    macs, _ = _block_macs(pruner, example)
+    few = example[:2]
+    macs, _ = _block_macs(pruner, few)
+    rows = []
     with _all_open(pruner):
-        kept = _saved_bytes(pruner.model, example)
-        rows = []
+        kept = _saved_bytes(pruner.model, few)
+        seconds = _latencies(pruner, example, repeats)
         for name, gate in pruner.gates.items():
             with _closed(gate):
-                without = _saved_bytes(pruner.model, example)
+                without = _saved_bytes(pruner.model, few)
             params = sum(p.numel() for p in pruner.blocks[name].prunable(gate.module).values())
-            seconds = _latency(pruner.model, gate, example, repeats)
-            rows.append(BlockCost(name, params, macs[name], (kept - without) // len(example), seconds))
+            rows.append(BlockCost(name, params, macs[name], (kept - without) // len(few), seconds[name]))
     return rows
 
 
@@ -163,16 +165,24 @@ def _saved_bytes(model: nn.Module, example: Tensor) -> int:
     return sum(seen.values())
 
 
-def _latency(model: nn.Module, gate: Gate, example: Tensor, repeats: int) -> float:
-    """The median time of the branch alone, on what the block reads when `example` runs through the model."""
-    inputs: list[Tensor] = []
-    handle = gate.module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    with _mode(model, training=False):
-        model(example)
-        handle.remove()
-        z = gate.head(gate.module, inputs[0])
-        times = [_timed(lambda: gate.branch(gate.module, z), z.device) for _ in range(repeats + 1)]
-    return statistics.median(times[1:])
+def _latencies(pruner: Pruner, example: Tensor, repeats: int) -> dict[str, float]:
+    """The median time of each branch alone, on what its block reads when `example` runs through the model."""
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs[name] = args[0]
+
+    handles = [g.module.register_forward_pre_hook(partial(keep, n)) for n, g in pruner.gates.items()]
+    seconds = {}
+    with _mode(pruner.model, training=False):
+        pruner.model(example)
+        for handle in handles:
+            handle.remove()
+        for name, gate in pruner.gates.items():
+            z = gate.head(gate.module, inputs.pop(name))
+            run = partial(gate.branch, gate.module, z)
+            seconds[name] = statistics.median([_timed(run, z.device) for _ in range(repeats + 1)][1:])
+    return seconds
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:

@@ -247,10 +247,15 @@ class Pruner:
         del self.gates[name]
         detach(module)
         optim.forget(self.optimizer, self._prunable.pop(name))
-        replace(self.model, name, self.blocks[name].bypass(module, alias=name not in self._unaliased))
+        replace(self.model, name, self.bypass(name))
         retire(module, name)
         self._alive[self.names.index(name)] = 0.0
         self.theta.mul_(self._alive)
+
+    def bypass(self, name: str) -> nn.Module:
+        """What stands in the place of the block `name` once it is removed; the model is left as it is."""
+        module = self.model.get_submodule(name)
+        return self.blocks[name].bypass(module, alias=name not in self._unaliased)
 
     def finalize(self, threshold: float = 0.1) -> list[Removal]:
         """Make the network deterministic: rates below `threshold` become 0, all others 1.

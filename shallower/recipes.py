@@ -106,18 +106,22 @@ _FC: dict[str, Any] = {
     "fixed_layers": 1,
     "log_gamma": -200.0,
     "theta_lr": 2e-3,
+    "replacement": True,
     "departs": (
         "theta starts at 0.1 and learns at 2e-3, the blocks' initial weights are 0.3 of PyTorch's; "
-        "the block is z + relu(W z + b)"
+        "the block is z + relu(W z + b); batches are drawn with replacement"
     ),
 }
 _CNN: dict[str, Any] = {
     "network": "cnn",
     "fixed_layers": 1,
     "log_gamma": -50.0,
-    "theta": 0.3,
+    "theta": 0.2,
+    "theta_lr": 3e-3,
+    "replacement": True,
     "departs": (
-        "theta starts at 0.3, pooling right after stem and transition; the block is z + relu(W z + b)"
+        "theta starts at 0.2 and learns at 3e-3, pooling right after stem and transition; "
+        "the block is z + relu(W z + b); batches are drawn with replacement"
     ),
 }
 

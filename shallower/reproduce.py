@@ -24,8 +24,14 @@ def reproduce_all(
     runs: Path,
     results: Path,
     data_dir: Path | None,
+    flags: Sequence[str] = (),
 ) -> list[str]:
-    """Run every recipe with the seeds 0 to `seeds` - 1; returns the runs that failed."""
+    """Run every recipe with the seeds 0 to `seeds` - 1; returns the runs that failed.
+
+    `flags` go to `shallower train` as they are.
+    """
+    words = ["--threads", "1", *flags, *(part for pair in sets for part in ("--set", pair))]
+    words += ["--data-dir", str(data_dir)] if data_dir else []
     todo = [(name, seed) for seed in range(seeds) for name in names]
 
     def one(job: tuple[str, int]) -> str | None:
@@ -34,7 +40,7 @@ def reproduce_all(
         if kept.exists():
             return None
         folder = runs / name / f"seed{seed}"
-        if not (folder / "result.json").exists() and _run(name, seed, folder, sets, data_dir) != 0:
+        if not (folder / "result.json").exists() and _run(name, seed, folder, words) != 0:
             return f"{name} seed {seed}"
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, (folder / "result.json").read_text())
@@ -45,22 +51,10 @@ def reproduce_all(
         return [failure for failure in pool.map(one, todo) if failure is not None]
 
 
-def _run(name: str, seed: int, folder: Path, sets: Sequence[str], data_dir: Path | None) -> int:
+def _run(name: str, seed: int, folder: Path, words: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "shallower",
-        "train",
-        name,
-        "--seed",
-        str(seed),
-        "--out",
-        str(folder),
-        "--json",
-    ]
-    command += ["--threads", "1", *(part for pair in sets for part in ("--set", pair))]
-    command += ["--data-dir", str(data_dir)] if data_dir else []
+    command = [sys.executable, "-m", "shallower", "train", name, "--seed", str(seed)]
+    command += ["--out", str(folder), "--json", *words]
     command += ["--resume"] if (folder / CHECKPOINT).exists() else ["--overwrite"]
     with (folder / "log.txt").open("a") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -110,3 +110,37 @@ def test_a_missing_tensorboard_names_its_package(tmp_path, monkeypatch):
     shown = run("train", "digits", *QUICK, "--tensorboard", "--out", str(tmp_path / "run"))
     assert shown.exit_code == 2
     assert 'pip install "shallower[tensorboard]"' in shown.stderr.replace("\n", " ")
+
+
+def test_the_page_of_a_run_is_written_while_it_goes_on(tmp_path, monkeypatch):
+    """After each epoch and once more at the end, the twin's run on the same page."""
+    from shallower.reports import page
+
+    seen, write = [], page.write_report
+    monkeypatch.setattr(page, "write_report", lambda runs, *rest: seen.append(runs) or write(runs, *rest))
+    folder = tmp_path / "run"
+    shown = run("train", "digits", *QUICK, "--report", "--against-dense", "--out", str(folder))
+    assert shown.exit_code == 0, shown.output
+    assert [[one.state for one in runs] for runs in seen] == [
+        ["1 of 2 epochs", "0 of 2 epochs"],
+        ["1 of 2 epochs", "1 of 2 epochs"],
+        ["2 of 2 epochs", "1 of 2 epochs"],
+        ["2 of 2 epochs", "2 of 2 epochs"],
+        ["finished", "finished"],
+    ]
+    assert "earns on the training set" in (folder / "report.html").read_text()
+
+
+def test_tensorboard_has_the_curves_of_the_page(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = tmp_path / "run"
+    words = ["--tensorboard", "--against-dense", "--out", str(folder), "--json"]
+    result = json.loads(run("train", "digits", *QUICK, *words).stdout)["pruned"]
+    found = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    last = {tag: found.Scalars(tag)[-1].value for tag in found.Tags()["scalars"]}
+    assert last["share/load_ran"] == pytest.approx(result["training_macs_ratio"])
+    assert last["share/params"] == pytest.approx(1 - result["ppr"] / 100)
+    assert sum(rate == 1 for tag, rate in last.items() if tag.startswith("theta/")) == result["blocks_kept"]
+    assert {"test_accuracy", "train_loss", "seconds_pruner"} <= set(last)
+    twin = accumulator.EventAccumulator(str(folder / "dense" / "tensorboard")).Reload()
+    assert [event.step for event in twin.Scalars("test_loss")] == [0, 1]

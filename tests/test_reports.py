@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shallower.blocks import find_blocks
 from shallower.cli import app
 from shallower.files import write_csv
 from shallower.graphs import replace
-from shallower.ledger import count_macs, count_parameters
+from shallower.ledger import BlockCost, count_macs, count_parameters
 from shallower.recipes import recipe
 from shallower.reports import (
     FolderError,
@@ -38,6 +39,7 @@ from shallower.reports.costs import INPUTS, network_cost
 from shallower.reports.page import POLICY, write_report
 from shallower.reports.table import Row, rows_by_name
 from shallower.training import Result
+from shallower.worth import Worth
 
 CHROMIUM = "/usr/bin/chromium"
 
@@ -181,9 +183,12 @@ def write_run(
     write_csv(folder / "metrics.csv", metrics)
     write_csv(folder / "thetas.csv", rates)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_csv(folder / "costs.csv", [asdict(BlockCost(name, 10_100, 10_000, 800, 1e-4)) for name in NAMES])
     if done:
         kept = [name for name in NAMES if name not in {event["block"] for event in events}]
         (folder / "result.json").write_text(result(seed, 98.0 + seed, kept).model_dump_json())
+        rows = [asdict(Worth(name, 300.0 - 100 * k, 20.0, 200.0)) for k, name in enumerate(kept)]
+        write_csv(folder / "worth.csv", rows)
     return folder
 
 
@@ -314,6 +319,16 @@ def test_parameters_and_load_end_at_their_share_of_dense(runs):
     assert len(figures.load_figure(runs).axes[0].lines) == 1 + 2 * 3
 
 
+def test_the_worth_has_a_bar_for_each_survivor_that_reaches_its_benefit(runs):
+    axes = figures.worth_figure(runs[0]).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [300.0 - 100 * k for k in range(6)]
+    earning = [bar.get_facecolor() for bar in axes.patches]
+    assert len(set(earning)) == 2
+    assert earning[0] != earning[1] == earning[2]  # a benefit equal to the price is not above it
+    marks = [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1]
+    assert marks == [200.0] * 6
+
+
 def test_the_histogram_has_a_bar_for_each_block_and_the_front_a_point_for_each_run(runs):
     panels = figures.survivors_figure(runs).axes
     heights = [[bar.get_height() for bar in panel.patches] for panel in panels]
@@ -331,7 +346,7 @@ def test_the_page_is_whole_and_refers_to_nothing_outside(runs, tmp_path):
     text = (tmp_path / "out" / "page.html").read_text()
     for section in ("summary", "figures", "runs", "costs", "recipe"):
         assert f'<section id="{section}">' in text
-    assert text.count("<svg ") == text.count("</svg>") == 4 + 3 * 3
+    assert text.count("<svg ") == text.count("</svg>") == 4 + 3 * 4
     assert "<script" not in text
     assert not re.search(r"""(src|href|url)\s*[=(]\s*["']?\s*(https?:)?//""", text)
     assert "@import" not in text
@@ -339,7 +354,7 @@ def test_the_page_is_whole_and_refers_to_nothing_outside(runs, tmp_path):
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:url\(|href=")#([\w-]+)', text)) <= set(ids)
     saved = sorted(path.name for path in (tmp_path / "figures").iterdir())
-    assert len(saved) == 2 * 13
+    assert len(saved) == 2 * 16
     assert {"front.png", "front.svg", "01-mnist-fc10-seed0-theta.png"} <= set(saved)
 
 
@@ -436,7 +451,7 @@ def test_the_page_in_a_real_browser(runs, tmp_path, width):
     write_report(runs, tmp_path / "page.html")
     seen = browse(tmp_path, width)
     assert seen.pop("wide") <= width  # nothing sticks out
-    assert seen == {"faults": [], "asked": [], "window": width, "figures": 13}
+    assert seen == {"faults": [], "asked": [], "window": width, "figures": 16}
 
 
 @needs_chromium

@@ -39,8 +39,10 @@ def test_a_run_leaves_everything_in_its_folder(digits, tmp_path):
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {
         *("recipe.json", "metrics.csv", "thetas.csv", "events.jsonl", "result.json", "checkpoint.pt"),
-        *("model.safetensors", "structure.json"),
+        *("model.safetensors", "structure.json", "costs.csv", "worth.csv"),
     }
+    assert [row["name"] for row in rows(tmp_path / "run" / "costs.csv")] == [f"blocks.{i}" for i in range(4)]
+    assert [row["block"] for row in rows(tmp_path / "run" / "worth.csv")] == result.survivors
     assert Result.model_validate_json((tmp_path / "run" / "result.json").read_text()) == result
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["seed"] == 1
     assert len(rows(tmp_path / "run" / "metrics.csv")) == len(rows(tmp_path / "run" / "thetas.csv")) == 3

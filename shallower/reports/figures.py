@@ -209,6 +209,32 @@ def survivors_figure(runs: Sequence[Record]) -> Figure:
 
 
 @styled
+def worth_figure(run: Record) -> Figure:
+    """What each survivor earns against what it has to earn, in nats over the training set."""
+    rows = run.worth
+    figure = Figure(figsize=(WIDTH, 1.5 + 0.24 * len(rows)), layout="constrained")
+    axes = figure.add_subplot(xlabel="nats over the training set")
+    places, names = range(len(rows)), [row.block for row in rows]
+    kept = [ALIVE if row.benefit > row.price else "#b91c1c" for row in rows]
+    axes.barh(places, [row.benefit for row in rows], color=kept, height=0.7)
+    errors = [row.error if row.error < float("inf") else 0.0 for row in rows]
+    axes.errorbar([row.benefit for row in rows], places, xerr=errors, fmt="none", ecolor=INK, lw=1)
+    for place, row in zip(places, rows, strict=True):
+        axes.plot([row.price] * 2, [place - 0.45, place + 0.45], color="#c2410c", lw=2)
+    axes.set_xscale("symlog", linthresh=max(row.price for row in rows))  # benefits differ by powers of ten
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_yticks(places, names)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+    lines = [
+        Line2D([], [], color=ALIVE, lw=6, label="loss without it less loss with it"),
+        Line2D([], [], color="#c2410c", lw=2, label="price, $-\\log\\gamma$"),
+    ]
+    figure.legend(handles=lines, loc="outside lower center", ncols=2)
+    return figure
+
+
+@styled
 def front_figure(runs: Sequence[Record]) -> Figure:
     """Accuracy (or the error of a regression) against MACs, one panel for each task; the paper as stars."""
     done = [run for run in runs if run.result is not None]

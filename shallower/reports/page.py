@@ -11,6 +11,7 @@ from pathlib import Path
 import shallower
 from shallower.files import atomic, write_text
 from shallower.reports import figures
+from shallower.reports.costs import NetworkCost
 from shallower.reports.figures import Figure, matplotlib
 from shallower.reports.runs import Record, groups
 from shallower.reports.table import cells, rows_by_label
@@ -20,6 +21,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the b
 OPEN = 3  # with more runs than this, only the first is unfolded
 PARTS = {
     "theta": "The rate of every block over time: blocks that earn their keep rise, the others go.",
+    "worth": "What each survivor earns on the training set, against its price: a bar that ends left of "
+    "its mark belongs to a block that does not earn its keep.",
     "network": "The network before and after, block by block.",
     "load": "Training load so far, against training the dense network to the end.",
     "parameters": "Parameters alive, as a share of the dense network.",
@@ -37,6 +40,8 @@ def draw(runs: Sequence[Record]) -> tuple[dict[str, Figure], list[dict[str, Figu
             found["theta"] = figures.theta_figure(run)
         if run.column("load_survivors"):
             found["load"] = figures.load_figure([run])
+        if run.worth:
+            found["worth"] = figures.worth_figure(run)
         if run.cost.blocks:
             found["network"] = figures.network_figure(run)
         own.append(found)
@@ -173,34 +178,33 @@ def _less(now: int, dense: int) -> str:
 
 
 def _costs(runs: Sequence[Record]) -> list[str]:
+    """A table for each setting; memory and time as the first of its runs measured them."""
     text: list[str] = []
     for name, some in groups(runs).items():
         cost = some[0].cost
-        head = ("block", "width", "parameters", "% of all", "MACs", "% of all", "alive")
+        measured = {row.name: row for row in some[0].costs}
+        head = ["block", "width", "parameters", "% of all", "MACs", "% of all", "alive"]
         rows, gone = [], []
         for block in cost.blocks:
             kept = sum(block.name not in run.removed for run in some)
-            shares = 100 * block.params / cost.params, 100 * block.macs / cost.macs
             fate = f"{kept} of {len(some)}" if len(some) > 1 else ("yes" if kept else "no")
-            numbers = [f"{block.params:,}", f"{shares[0]:.1f}", f"{block.macs:,}", f"{shares[1]:.1f}"]
-            rows.append([block.name, str(block.width), *numbers, fate])
+            rows.append([block.name, str(block.width), *_shares(block.params, block.macs, cost), fate])
             gone.append(kept == 0)
         rest = cost.params - sum(b.params for b in cost.blocks), cost.macs - sum(b.macs for b in cost.blocks)
-        shares = 100 * rest[0] / cost.params, 100 * rest[1] / cost.macs
-        rows.append(
-            [
-                "everything else",
-                "",
-                f"{rest[0]:,}",
-                f"{shares[0]:.1f}",
-                f"{rest[1]:,}",
-                f"{shares[1]:.1f}",
-                "",
-            ]
-        )
+        rows.append(["everything else", "", *_shares(*rest, cost), ""])
+        if measured:
+            head[-1:-1] = ["kept for backward, bytes a sample", "ms a batch"]
+            for row in rows:
+                found = measured.get(row[0])
+                row[-1:-1] = [f"{found.activations:,}", f"{1e3 * found.seconds:.3f}"] if found else ["", ""]
         text.append(f"<details{' open' if not text else ''}><summary>{escape(name)}</summary>")
         text.append(_table(head, rows, gone=[*gone, False], kind="costs") + "</details>")
     return text
+
+
+def _shares(params: int, macs: int, of: NetworkCost) -> list[str]:
+    shares = 100 * params / of.params, 100 * macs / of.macs
+    return [f"{params:,}", f"{shares[0]:.1f}", f"{macs:,}", f"{shares[1]:.1f}"]
 
 
 def _recipes(runs: Sequence[Record]) -> list[str]:

@@ -6,19 +6,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from pydantic import ValidationError
 
-from shallower.ledger import STEP
+from shallower.ledger import STEP, BlockCost
 from shallower.pruner import Removal
 from shallower.recipes import RECIPES, Paper, Recipe
 from shallower.reports.costs import NetworkCost, network_cost
 from shallower.training.result import Result
+from shallower.worth import Worth
 
 Row = dict[str, float | None]
 KIND = {"task", "network", "options", "log_gamma", "multipliers"}  # what makes a row of the paper another one
 Model = TypeVar("Model", Recipe, Result)
+Row_ = TypeVar("Row_", BlockCost, Worth)
 
 
 class FolderError(ValueError):
@@ -35,6 +37,8 @@ class Record:
     metrics: list[Row]
     thetas: list[Row]
     events: list[Removal]
+    costs: list[BlockCost]
+    worth: list[Worth]
     result: Result | None
 
     @property
@@ -150,6 +154,8 @@ def load_run(folder: str | Path) -> Record:
         metrics=_csv(folder / "metrics.csv", ("epoch", "params", "macs", "test_loss")),
         thetas=_csv(folder / "thetas.csv", ("epoch",)),
         events=_events(folder / "events.jsonl") if (folder / "metrics.csv").exists() else [],
+        costs=_rows(folder / "costs.csv", BlockCost),
+        worth=_rows(folder / "worth.csv", Worth) if file.is_file() else [],
         result=_valid(Result, _json(file), file) if file.is_file() else None,
     )
 
@@ -212,6 +218,18 @@ def _csv(path: Path, needed: Sequence[str]) -> list[Row]:
     if missing:
         raise FolderError(f"{path} has no column {', '.join(missing)}.")
     return rows
+
+
+def _rows(path: Path, kind: type[Row_]) -> list[Row_]:
+    """The rows of a table, each with the fields of `kind`; none if there is no file."""
+    if not path.is_file():
+        return []
+    types = get_type_hints(kind)
+    try:
+        rows = csv.DictReader(path.read_text().splitlines())
+        return [kind(**{name: types[name](cell) for name, cell in row.items()}) for row in rows]
+    except (KeyError, ValueError, TypeError, OSError) as error:
+        raise FolderError(f"{path} cannot be read as a table of {', '.join(types)}: {error}") from error
 
 
 def _events(path: Path) -> list[Removal]:

@@ -5,6 +5,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -14,13 +15,16 @@ import torch
 
 from shallower import store
 from shallower.data import Task
-from shallower.files import write_text
-from shallower.ledger import count_macs, count_parameters
+from shallower.files import write_csv, write_text
+from shallower.ledger import block_costs, count_macs, count_parameters
+from shallower.pruner import Pruner
 from shallower.recipes import Recipe
 from shallower.training.result import Result, count_layers, evaluate, loss_of, versions
 from shallower.training.run import CHECKPOINT, Machine, Run, RunError
+from shallower.worth import Worth, worth
 
 Report = Callable[[Run, int, float], None]  # the run, its epoch, the mean loss so far
+Note = Callable[[Run, Path], None]  # after each epoch: the run and its folder
 
 
 class Interrupted(KeyboardInterrupt):
@@ -37,7 +41,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     report: Report | None = None,
-    note: Callable[[Run], None] | None = None,
+    note: Note | None = None,
 ) -> Result:
     """Run `recipe` on `task` in `folder`, or go on where a stopped run left off, bit for bit."""
     options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
@@ -50,7 +54,13 @@ def train(
 
 
 def train_against_dense(
-    recipe: Recipe, task: Task, folder: str | Path, *, report: Report | None = None, **options: Any
+    recipe: Recipe,
+    task: Task,
+    folder: str | Path,
+    *,
+    report: Report | None = None,
+    note: Note | None = None,
+    **options: Any,
 ) -> tuple[Result, Result]:
     """`recipe` and its dense twin, epoch by epoch in turn: the same data in the same order, the same machine.
 
@@ -62,7 +72,7 @@ def train_against_dense(
         _begin(which, task, where, **options) for which, where in zip((recipe, twin), folders, strict=True)
     ]
     with _stopping() as stop:
-        turns = [_epochs(run, where, stop, report, None) for run, where in zip(runs, folders, strict=True)]
+        turns = [_epochs(run, where, stop, report, note) for run, where in zip(runs, folders, strict=True)]
         for _ in zip_longest(*turns):
             pass
     _check_stopped(stop, folders[0])
@@ -85,11 +95,14 @@ def _begin(
     if resume:
         run.resume(folder)
     write_text(folder / "recipe.json", json.dumps({"seed": seed, **recipe.model_dump()}, indent=2))
+    if run.pruner is not None and not resume:
+        batch, _ = next(iter(run.batches("test", recipe.batch_size)))
+        write_csv(folder / "costs.csv", [asdict(row) for row in block_costs(run.pruner, batch)])
     return run
 
 
 def _epochs(
-    run: Run, folder: Path, stop: list[int], report: Report | None, note: Callable[[Run], None] | None
+    run: Run, folder: Path, stop: list[int], report: Report | None, note: Note | None
 ) -> Iterator[None]:
     """Train epoch by epoch, with a checkpoint after each, and one where the user stops the run."""
     for epoch in range(run.loader.epoch, run.recipe.epochs):
@@ -104,7 +117,7 @@ def _epochs(
         run.report(folder)
         run.save(folder)
         if note is not None:
-            note(run)
+            note(run, folder)
         yield
 
 
@@ -188,6 +201,10 @@ def _finish(run: Run, folder: Path) -> Result:
     if run.pruner is not None and not run.pruner.finalized:
         run.pruner.finalize(recipe.threshold)
         kept = run.alive
+    if run.pruner is not None:
+        run.clock.start()
+        write_csv(folder / "worth.csv", [asdict(row) for row in _worth(run, run.pruner)])
+        run.clock.lap("evaluation")
     params, macs = count_parameters(run.model), count_macs(run.model, run.example)
     removed = [] if run.pruner is None else [event.block for event in run.pruner.events]
     net = run.model if run.pruner is None else run.pruner.finish()
@@ -222,6 +239,17 @@ def _finish(run: Run, folder: Path) -> Result:
     return result
 
 
+def _worth(run: Run, pruner: Pruner) -> list[Worth]:
+    """What each survivor earns on the training set, one pass over it in a random order."""
+    batches = run.batches("train", run.recipe.batch_size, seed=run.seed)
+
+    def loss(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        with run.machine.autocast():
+            return loss_of(run.task.kind, run.model(batch[0]), batch[1])
+
+    return worth(pruner, batches, loss) if pruner.alive else []
+
+
 def _make_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     taken = folder.exists() and any(folder.iterdir())
     if taken and not (resume or overwrite):
@@ -238,6 +266,8 @@ def _make_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
             "metrics.csv",
             "thetas.csv",
             "events.jsonl",
+            "costs.csv",
+            "worth.csv",
         ):
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)

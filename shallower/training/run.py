@@ -5,14 +5,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from shallower import estimators, models, prior
 from shallower.blocks import find_blocks
-from shallower.data import Task, crop_and_flip
+from shallower.data import Loader, Task, crop_and_flip
 from shallower.files import atomic, write_csv, write_text
 from shallower.ledger import Ledger, Load, count_macs, count_parameters
 from shallower.pruner import Pruner
@@ -61,20 +61,18 @@ class Run:
         torch.manual_seed(seed)
         device, fmt = machine.where, torch.channels_last if machine.channels_last else torch.preserve_format
         self.model: nn.Module = _network(recipe).to(device, memory_format=fmt)  # type: ignore[call-overload]
-        self.loader = task.batches(
+        self.loader = self.batches(
             "train",
             recipe.batch_size,
             seed=seed,
             augment=crop_and_flip if recipe.augment else None,
-            device=device,
             replacement=recipe.replacement,
-            normalised=recipe.pixels == "standard",
         )
-        self.test = task.batches("test", 2000, device=device, normalised=recipe.pixels == "standard")
+        self.test = self.batches("test", 2000)
         self.size = len(task.train)
         self.optimizer = _optimizer(recipe, self.model, self.size)
         self.scheduler = _schedule(recipe, self.optimizer, len(self.loader))
-        example = next(iter(task.batches("test", 2, device=device)))[0]
+        example = next(iter(self.batches("test", 2)))[0]
         self.params_dense = count_parameters(self.model)
         try:
             self.macs_dense = count_macs(self.model, example)
@@ -91,6 +89,11 @@ class Run:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # summed over the epoch so far
         self.clock = Clock()
         self._blocks = [block.name for block in find_blocks(self.model)] if self.pruner is None else []
+
+    def batches(self, split: Literal["train", "test"], size: int, **options: Any) -> Loader:
+        """Batches of the task on the run's device, with inputs as the recipe wants them."""
+        normalised = self.recipe.pixels == "standard"
+        return self.task.batches(split, size, device=self.machine.where, normalised=normalised, **options)
 
     def _gate(self) -> Pruner:
         recipe, steps = self.recipe, len(self.loader)

@@ -1,0 +1,54 @@
+"""Two ways to do a thing, timed in turn in one process: a ratio that the load of the machine cannot tilt."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How long A took against B: the median of the pairs, and the middle half of them."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.4f} ({self.low:.4f} to {self.high:.4f})"
+
+
+def seconds(run: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+def compare(
+    a: Callable[[], object], b: Callable[[], object], *, pairs: int = 30, warm: int = 3
+) -> tuple[Ratio, float]:
+    """The ratio of the times of `a` and `b`, run in turn, and the median seconds of `b`.
+
+    The order changes from pair to pair, so that neither always runs in the other's wake.
+    """
+    for _ in range(warm):
+        a(), b()
+    ratios, base = [], []
+    for pair in range(pairs):
+        if pair % 2:
+            of_b, of_a = seconds(b), seconds(a)
+        else:
+            of_a, of_b = seconds(a), seconds(b)
+        ratios.append(of_a / of_b)
+        base.append(of_b)
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return Ratio(median, low, high), statistics.median(base)
+
+
+def verdict(rows: list[tuple[str, str, str, bool]]) -> None:
+    """Print what was measured against its bound as a table; exit with 1 if a bound does not hold."""
+    print("| what | measured | bound | holds |\n| --- | --- | --- | --- |")
+    for what, measured, bound, holds in rows:
+        print(f"| {what} | {measured} | {bound} | {'yes' if holds else 'NO'} |")
+    sys.exit(0 if all(holds for *_, holds in rows) else 1)

@@ -1,0 +1,101 @@
+"""What each survivor earns: the loss over a whole dataset, with the block and without it."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shallower.graphs import frozen_statistics, replace
+from shallower.pruner import Pruner
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What a block earns and what it has to earn, in nats over the dataset."""
+
+    block: str
+    benefit: float  # C0 - C1: the loss without the block less that with it, times N
+    error: float  # the standard error of `benefit`, from its spread over the batches
+    price: float  # -log gamma: the block earns its keep if its benefit is larger
+
+
+@torch.no_grad()
+def worth(pruner: Pruner, batches: Iterable[Any], loss: Callable[[Any], Tensor]) -> list[Worth]:
+    """C0 - C1 of every survivor, one left out at a time, all others in place.
+
+    `loss` runs `pruner.model` on a batch and returns the mean loss: here of inputs and labels,
+
+        worth(pruner, loader, lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+
+    Call it after `pruner.finalize()` (and fine-tuning) and before `pruner.finish()`. The model runs as in
+    training, BatchNorm with the statistics of each batch: those that it keeps are of the network with all its
+    survivors, and would count against a network with one less. Dropout is off, and nothing is learned.
+    """
+    if not pruner.finalized or pruner.finished:
+        raise RuntimeError(
+            f"The pruner has {'finished' if pruner.finished else 'not been finalised'}. What survivors are "
+            "worth is measured between `pruner.finalize()` and `pruner.finish()`."
+        )
+    names = pruner.alive
+    sums, squares, total, seen = [0.0] * len(names), [0.0] * len(names), 0, 0
+    with _as_in_training(pruner.model):
+        bypasses = {name: pruner.bypass(name) for name in names}
+        for batch in batches:
+            size = _size(batch)
+            whole = loss(batch)
+            gains = [
+                _without(pruner.model, name, bypass, loss, batch) - whole for name, bypass in bypasses.items()
+            ]
+            found = torch.stack(gains).tolist() if gains else []
+            sums = [s + size * gain for s, gain in zip(sums, found, strict=True)]
+            squares = [s + size * gain * gain for s, gain in zip(squares, found, strict=True)]
+            total, seen = total + size, seen + 1
+    if seen == 0:
+        raise ValueError("There was no batch to measure on.")
+    prices = (-pruner.log_gamma(pruner.num_steps) * pruner.multipliers).tolist()
+    price = dict(zip(pruner.names, prices, strict=True))
+    rows = []
+    for name, s, square in zip(names, sums, squares, strict=True):
+        mean = s / total
+        spread = math.sqrt(max(square / total - mean**2, 0.0) / max(seen - 1, 1))
+        benefit, error = pruner.dataset_size * mean, pruner.dataset_size * spread
+        rows.append(Worth(name, benefit, error if seen > 1 else math.inf, price[name]))
+    return rows
+
+
+def _without(
+    model: nn.Module, name: str, bypass: nn.Module, loss: Callable[[Any], Tensor], batch: Any
+) -> Tensor:
+    module = model.get_submodule(name)
+    replace(model, name, bypass)
+    try:
+        return loss(batch)
+    finally:
+        replace(model, name, module)
+
+
+def _size(batch: Any) -> int:
+    """The number of samples: of the first tensor in the batch."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    parts = batch.values() if isinstance(batch, dict) else batch
+    return next(len(part) for part in parts if isinstance(part, Tensor))
+
+
+@contextmanager
+def _as_in_training(model: nn.Module) -> Iterator[None]:
+    modes = {m: m.training for m in model.modules()}
+    model.train()
+    for module in modes:
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.eval()
+    try:
+        with frozen_statistics(model.modules()):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
