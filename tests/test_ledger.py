@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shallower import Pruner, Residual, flip
+from shallower import Pruner, Residual, find_blocks, flip, models
+from shallower.graphs import replace
 from shallower.ledger import Ledger, block_costs, count_macs, count_parameters
+from shallower.recipes import recipe
+from shallower.reports.costs import INPUTS, network_cost
 
 
 def started(estimator=None):
@@ -116,3 +119,49 @@ def test_the_costs_of_a_block_by_hand():
     assert [gate.xi for gate in pruner.gates.values()] == draws
     assert all(gate.worth is None for gate in pruner.gates.values())
     assert all(p.grad is None for p in model.parameters())
+
+
+BEST_ROWS = [  # of the paper on CIFAR-10: survivors in each stage, whether the two transitions are among them
+    (56, (5, 5, 6), (False, False), 39.48, 34.20),
+    (56, (1, 5, 6), (True, False), 55.46, 36.93),
+    (56, (2, 3, 5), (False, False), 62.04, 48.86),  # printed 48.87: exact if every convolution had a bias
+    (56, (1, 2, 5), (False, False), 69.56, 51.58),
+    (110, (4, 8, 10), (False, False), 58.78, 47.43),
+    (110, (4, 6, 9), (False, False), 64.37, 53.86),
+    (110, (2, 3, 6), (False, False), 79.30, 70.47),
+]
+
+
+@pytest.mark.parametrize(("depth", "survivors", "transitions", "fpr", "ppr"), BEST_ROWS)
+def test_the_papers_best_rows_by_removal_and_by_what_the_ledger_says_of_the_blocks(
+    depth, survivors, transitions, fpr, ppr
+):
+    """Two roads to each ratio: blocks taken out of the network, and their costs taken off its total."""
+    found = network_cost(recipe(f"cifar10-resnet{depth}-dense"))
+    assert (found.params, found.macs) == {56: (851_002, 125_485_696), 110: (1_723_930, 252_887_680)}[depth]
+    with torch.device("meta"):
+        model, example = models.resnet(depth=depth), torch.zeros(2, 3, 32, 32)
+    parts = {block.name: block for block in find_blocks(model)}
+    stages = [[name for name in parts if name.startswith(f"stage{k}")] for k in (1, 2, 3)]
+    kept = set(stages[0][: survivors[0]])
+    for stage, count, transition in zip(stages[1:], survivors[1:], transitions, strict=True):
+        kept |= set(stage[0 if transition else 1 :][:count])
+    for name in parts.keys() - kept:
+        replace(model, name, parts[name].bypass(model.get_submodule(name)))
+    left = found.macs - sum(block.macs for block in found.blocks if block.name not in kept)
+    assert count_macs(model, example) == left
+    assert round(100 * (1 - left / found.macs), 2) == fpr
+    params = found.params - sum(block.params for block in found.blocks if block.name not in kept)
+    assert count_parameters(model) == params
+    assert round(100 * (1 - params / found.params), 2) == ppr
+
+
+@pytest.mark.parametrize("name", ["mnist-cnn10", "cifar10-vgg16-dense", "cifar10-resnet56-dense"])
+def test_macs_are_those_that_fvcore_counts(name):
+    fvcore = pytest.importorskip("fvcore.nn")
+    chosen = recipe(name)
+    model = getattr(models, chosen.network)(**chosen.options).eval()
+    analysis = fvcore.FlopCountAnalysis(model, torch.zeros(1, *INPUTS[chosen.task]))
+    analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+    counted = analysis.by_operator()
+    assert network_cost(chosen).macs == counted["conv"] + counted["linear"]
