@@ -21,7 +21,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 from shallower.reports.runs import Record, groups
 
 WIDTH, HEIGHT = 5.2, 3.5  # inches: the letters can still be read when a phone makes it three
-INK, FAINT, ALIVE = "#1f2933", "#9aa5b1", "#0f766e"
+INK, FAINT, ALIVE, IDLE, PRICE = "#1f2933", "#9aa5b1", "#0f766e", "#e5a4a4", "#b91c1c"
 COLOURS = ("#0f766e", "#c2410c", "#1d4ed8", "#a21caf", "#4d7c0f", "#b91c1c", "#0e7490", "#854d0e")
 CURVES = {
     "survivors": "survivors at full cost (paper)",
@@ -55,12 +55,16 @@ P = ParamSpec("P")
 
 
 def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """`draw`, in the style of these pages."""
+    """`draw`, in the style of these pages, laid out once for all the formats that it is saved in."""
 
     @wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with matplotlib.rc_context(STYLE):
-            return draw(*args, **kwargs)
+            figure = draw(*args, **kwargs)
+            if figure.get_layout_engine() is not None:
+                figure.draw_without_rendering()
+                figure.set_layout_engine("none")
+            return figure
 
     return drawn
 
@@ -92,7 +96,7 @@ def theta_figure(run: Record) -> Figure:
     axes.set_ylim(0, 1.02)
     axes.set_xlim(0, run.recipe.epochs)
     start, ticks = _ticks(names)
-    bar = figure.colorbar(ScalarMappable(scale, hues), ax=axes, label=f"block {start}*", pad=0.02)
+    bar = figure.colorbar(ScalarMappable(scale, hues), ax=axes, label=f"block, {start}*", pad=0.02)
     bar.locator, bar.formatter = MaxNLocator(integer=True, nbins=8), ticks
     bar.outline.set_visible(False)
     bar.update_ticks()
@@ -204,7 +208,7 @@ def survivors_figure(runs: Sequence[Record]) -> Figure:
         axes.grid(visible=False, axis="x")
         start, ticks = _ticks(names)
         axes.xaxis.set_major_formatter(ticks)
-        axes.set_xlabel(f"block {start}*")
+        axes.set_xlabel(f"block, {start}*")
     return figure
 
 
@@ -215,22 +219,25 @@ def worth_figure(run: Record) -> Figure:
     figure = Figure(figsize=(WIDTH, 1.5 + 0.24 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlabel="nats over the training set")
     places, names = range(len(rows)), [row.block for row in rows]
-    kept = [ALIVE if row.benefit > row.price else "#b91c1c" for row in rows]
+    kept = [ALIVE if row.benefit > row.price else IDLE for row in rows]
     axes.barh(places, [row.benefit for row in rows], color=kept, height=0.7)
     errors = [row.error if row.error < float("inf") else 0.0 for row in rows]
     axes.errorbar([row.benefit for row in rows], places, xerr=errors, fmt="none", ecolor=INK, lw=1)
     for place, row in zip(places, rows, strict=True):
-        axes.plot([row.price] * 2, [place - 0.45, place + 0.45], color="#c2410c", lw=2)
-    axes.set_xscale("symlog", linthresh=max(row.price for row in rows))  # benefits differ by powers of ten
+        axes.plot([row.price] * 2, [place - 0.45, place + 0.45], color=PRICE, lw=2)
+    price, most = max(row.price for row in rows), max(row.benefit for row in rows)
+    if most > 20 * price:  # the price would vanish at the left
+        axes.set_xscale("symlog", linthresh=price)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_yticks(places, names)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     lines = [
-        Line2D([], [], color=ALIVE, lw=6, label="loss without it less loss with it"),
-        Line2D([], [], color="#c2410c", lw=2, label="price, $-\\log\\gamma$"),
+        Line2D([], [], color=ALIVE, lw=6, label="earns its keep"),
+        Line2D([], [], color=IDLE, lw=6, label="does not"),
+        Line2D([], [], color=PRICE, lw=2, label="price, $-\\log\\gamma$"),
     ]
-    figure.legend(handles=lines, loc="outside lower center", ncols=2)
+    figure.legend(handles=lines, loc="outside lower center", ncols=3)
     return figure
 
 

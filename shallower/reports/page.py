@@ -7,6 +7,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeVar
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 
 import shallower
 from shallower.files import atomic, write_text
@@ -17,12 +21,13 @@ from shallower.reports.runs import Record, groups
 from shallower.reports.table import cells, rows_by_label
 from shallower.training.result import versions
 
+Item = TypeVar("Item", Figure, str)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser itself lets nothing out
 OPEN = 3  # with more runs than this, only the first is unfolded
 PARTS = {
     "theta": "The rate of every block over time: blocks that earn their keep rise, the others go.",
-    "worth": "What each survivor earns on the training set, against its price: a bar that ends left of "
-    "its mark belongs to a block that does not earn its keep.",
+    "worth": "What each survivor earns on the training set (the loss without it less the loss with it), "
+    "against its price.",
     "network": "The network before and after, block by block.",
     "load": "Training load so far, against training the dense network to the end.",
     "parameters": "Parameters alive, as a share of the dense network.",
@@ -58,32 +63,47 @@ def draw(runs: Sequence[Record]) -> tuple[dict[str, Figure], list[dict[str, Figu
 def write_report(runs: Sequence[Record], out: Path, figures_dir: Path | None = None) -> None:
     """Write the page to `out`, and every figure as PNG and SVG to `figures_dir`."""
     common, own = draw(runs)
+    shared = {name: svg(figure, f"all-{name}") for name, figure in common.items()}
+    each = [
+        {name: svg(figure, f"run{place}-{name}") for name, figure in found.items()}
+        for place, found in enumerate(own)
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, page(runs, common, own))
+    write_text(out, page(runs, shared, each))
     if figures_dir is not None:
         figures_dir.mkdir(parents=True, exist_ok=True)
+        texts = dict([*shared.items(), *_named(runs, each)])
         for name, figure in [*common.items(), *_named(runs, own)]:
-            save(figure, figures_dir / name)
+            save(figure, texts[name], figures_dir / name)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """`path`.png and `path`.svg, on white."""
-    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": path.name}):
-        for kind in ("png", "svg"):
-            with atomic(path.with_name(f"{path.name}.{kind}")) as part:
-                metadata = {"Date": None} if kind == "svg" else None
-                figure.savefig(part, format=kind, dpi=160, facecolor="white", metadata=metadata)
+def save(figure: Figure, text: str, path: Path) -> None:
+    """`path`.png and `path`.svg, on white; `text` is the figure as SVG."""
+    write_text(path.with_name(f"{path.name}.svg"), text.replace("<svg ", '<svg style="background:#fff" ', 1))
+    figure.set_facecolor("white")
+    figure.set_dpi(160)
+    with atomic(path.with_name(f"{path.name}.png")) as part:
+        FigureCanvasAgg(figure).print_png(part)
 
 
-def _named(runs: Sequence[Record], own: Sequence[dict[str, Figure]]) -> Iterable[tuple[str, Figure]]:
+def svg(figure: Figure, salt: str) -> str:
+    """The figure as SVG. Not by `savefig`, which would lay it out a second time."""
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+        figure.set_dpi(72)
+        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
+    return text.getvalue()
+
+
+def _named(runs: Sequence[Record], own: Sequence[dict[str, Item]]) -> Iterable[tuple[str, Item]]:
     for number, (run, found) in enumerate(zip(runs, own, strict=True), start=1):
         title = re.sub(r"[^\w.=-]+", "-", f"{run.recipe.name}-seed{run.seed}")
-        for name, figure in found.items():
-            yield f"{number:02}-{title}-{name}", figure
+        for name, item in found.items():
+            yield f"{number:02}-{title}-{name}", item
 
 
-def page(runs: Sequence[Record], common: dict[str, Figure], own: Sequence[dict[str, Figure]]) -> str:
-    """The page as text."""
+def page(runs: Sequence[Record], common: dict[str, str], own: Sequence[dict[str, str]]) -> str:
+    """The page as text, from the runs and their figures as SVG."""
     title = ", ".join(dict.fromkeys(run.recipe.name for run in runs))
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -138,7 +158,7 @@ def _summary(runs: Sequence[Record]) -> list[str]:
     return text + ([f"<p>Not finished: {escape('; '.join(open_))}.</p>"] if open_ else [])
 
 
-def _run(run: Record, found: dict[str, Figure], number: int, of: int) -> str:
+def _run(run: Record, found: dict[str, str], number: int, of: int) -> str:
     unfolded = " open" if of <= OPEN or number == 0 else ""
     return (
         f"<details{unfolded}><summary>{escape(run.title)} <small>{escape(run.state)}</small></summary>"
@@ -243,21 +263,17 @@ def _spelt(head: Sequence[str]) -> list[str]:
     return [f"{head[k - 1]}, paper" if name == "paper" else name for k, name in enumerate(head)]
 
 
-def _gallery(found: dict[str, Figure], place: str) -> str:
+def _gallery(found: dict[str, str], place: str) -> str:
     cards = [
         f'<figure id="{place}-{name}"><figcaption>{escape(PARTS[name])}</figcaption>'
-        f"{svg(figure, f'{place}-{name}', PARTS[name])}</figure>"
-        for name, figure in found.items()
+        f"{_element(text, PARTS[name])}</figure>"
+        for name, text in found.items()
     ]
     return '<div class="figures">' + "\n".join(cards) + "</div>"
 
 
-def svg(figure: Figure, salt: str, title: str) -> str:
-    """The figure as an element of a page: no header, no size of its own, and no name that two could share."""
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
-        figure.savefig(text, format="svg", transparent=True)
-    found = text.getvalue()
+def _element(found: str, title: str) -> str:
+    """SVG as an element of a page: no header, no size of its own, and no name that two could share."""
     found = found[found.index("<svg") :]
     found = re.sub(r"<metadata>.*?</metadata>", "", found, flags=re.DOTALL)
     found = re.sub(r'<g id="[^"]*"', "<g", found)
