@@ -28,7 +28,7 @@ from shallower.reports import (
 from shallower.reports.costs import network_cost
 from shallower.reports.live import following
 from shallower.reports.table import FORMATS
-from shallower.reproduce import reproduce_all
+from shallower.reproduce import place, reproduce_all
 from shallower.training import Interrupted, Machine, Result, Run, RunError, train, train_against_dense
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -156,8 +156,8 @@ def reproduce(
             data.load(task, data_dir)
         flags = ["--device", device, *["--bf16"] * bf16, *["--channels-last"] * channels_last]
         places: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir}
-        failed = reproduce_all(names, seeds=seeds, jobs=jobs, sets=set_ or [], flags=flags, **places)
-        found = [r for r in read_results([results]) if r.recipe in names]
+        failed = reproduce_all(chosen, seeds=seeds, jobs=jobs, sets=set_ or [], flags=flags, **places)
+        found = read_results([results / place(row) for row in chosen if (results / place(row)).exists()])
         print(json.dumps([r.model_dump() for r in found]) if as_json else markdown_table(found))
         if into is not None:
             path, _, section = into.rpartition(":")

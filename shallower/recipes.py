@@ -73,6 +73,11 @@ class Recipe(BaseModel):
     def dense(self) -> bool:
         return self.log_gamma is None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a run depends on; neither names nor the paper's figures."""
+        return self.model_dump(mode="json", exclude={"name", "paper", "departs"})
+
 
 class RecipeError(ValueError):
     """A recipe, a field or a value that does not exist; the text lists those that do."""
@@ -92,6 +97,19 @@ def recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     except ValidationError as error:
         reasons = "; ".join(f"{'.'.join(map(str, e['loc'])) or name}: {e['msg']}" for e in error.errors())
         raise RecipeError(f"These values do not fit the recipe {name}: {reasons}.") from error
+
+
+def label(recipe: Recipe) -> str:
+    """`digits`, or `digits log_gamma=-100` where a field differs from the recipe's."""
+    base = RECIPES.get(recipe.name)
+    if base is None:
+        return recipe.name
+    changed = {f: value for f, value in recipe.settings.items() if value != base.settings[f]}
+    return " ".join([recipe.name, *(f"{f}={_short(value)}" for f, value in changed.items())])
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _mnist(name: str, *, task: str = "mnist", epochs: int = 60, **fields: Any) -> Recipe:

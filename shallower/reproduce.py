@@ -1,6 +1,8 @@
 """Several runs at a time, each a process with one thread; a finished run is not run again."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,13 +12,14 @@ from pathlib import Path
 from rich.console import Console
 
 from shallower.files import write_text
+from shallower.recipes import Recipe, label
 from shallower.training.run import CHECKPOINT
 
 err = Console(stderr=True)
 
 
 def reproduce_all(
-    names: Sequence[str],
+    chosen: Sequence[Recipe],
     *,
     seeds: int,
     jobs: int,
@@ -26,21 +29,23 @@ def reproduce_all(
     data_dir: Path | None,
     flags: Sequence[str] = (),
 ) -> list[str]:
-    """Run every recipe with the seeds 0 to `seeds` - 1; returns the runs that failed.
+    """Run every recipe, `sets` already in it, with the seeds 0 to `seeds` - 1; returns the runs that failed.
 
     `flags` go to `shallower train` as they are.
     """
     words = ["--threads", "1", *flags, *(part for pair in sets for part in ("--set", pair))]
     words += ["--data-dir", str(data_dir)] if data_dir else []
-    todo = [(name, seed) for seed in range(seeds) for name in names]
+    todo = [(recipe, seed) for seed in range(seeds) for recipe in chosen]
 
-    def one(job: tuple[str, int]) -> str | None:
-        name, seed = job
+    def one(job: tuple[Recipe, int]) -> str | None:
+        recipe, seed = job
+        name = place(recipe)
         kept = results / name / f"seed{seed}.json"
         if kept.exists():
+            _check(kept, recipe)
             return None
         folder = runs / name / f"seed{seed}"
-        if not (folder / "result.json").exists() and _run(name, seed, folder, words) != 0:
+        if not (folder / "result.json").exists() and _run(recipe.name, seed, folder, words) != 0:
             return f"{name} seed {seed}"
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, (folder / "result.json").read_text())
@@ -49,6 +54,22 @@ def reproduce_all(
 
     with ThreadPoolExecutor(jobs) as pool:
         return [failure for failure in pool.map(one, todo) if failure is not None]
+
+
+def place(recipe: Recipe) -> str:
+    """The folder of a setting: what was set beside the recipe is part of it, so that no two share one."""
+    return re.sub(r"[^\w.=+-]+", "_", label(recipe))
+
+
+def _check(kept: Path, recipe: Recipe) -> None:
+    """A result of the same name may be of an older recipe, and must not pass for one of this."""
+    found = json.loads(kept.read_text()).get("settings", {})
+    other = [f"{k}={found.get(k)} (now {v})" for k, v in recipe.settings.items() if found.get(k) != v]
+    if other:
+        raise ValueError(
+            f"{kept} was made with other settings: {', '.join(other)}. Remove it, or keep the results of "
+            "these settings elsewhere: --results DIR --runs DIR."
+        )
 
 
 def _run(name: str, seed: int, folder: Path, words: Sequence[str]) -> int:

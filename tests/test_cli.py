@@ -89,20 +89,35 @@ def test_reproduce_runs_each_seed_once_and_prints_the_table(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     shown = run("reproduce", "digits", "--seeds", "1", *QUICK)
     assert shown.exit_code == 0, shown.output
-    assert "| digits | 1 |" in shown.stdout
-    kept = sorted(path.name for path in (tmp_path / "results" / "digits").iterdir())
-    assert kept == ["seed0.json"]
-    before = (tmp_path / "results" / "digits" / "seed0.json").stat().st_mtime_ns
+    assert "| digits epochs=2 theta_lr=0.05 finalize_epoch=1 | 1 |" in shown.stdout
+    (kept,) = (tmp_path / "results").rglob("*.json")
+    assert kept.parent.name == "digits_epochs=2_theta_lr=0.05_finalize_epoch=1"
+    before = kept.stat().st_mtime_ns
     assert run("reproduce", "digits", "--seeds", "1", *QUICK).exit_code == 0
-    assert (tmp_path / "results" / "digits" / "seed0.json").stat().st_mtime_ns == before
+    assert kept.stat().st_mtime_ns == before
+
+
+def test_a_result_of_another_setting_never_passes_for_one_of_this(tmp_path, monkeypatch):
+    """Neither by what is set on the command line, nor after the recipe itself has changed."""
+    monkeypatch.chdir(tmp_path)
+    assert run("reproduce", "digits", "--seeds", "1", *QUICK).exit_code == 0
+    shown = run("reproduce", "digits", "--seeds", "1", *QUICK, "--set", "log_gamma=-100", "--json")
+    (found,) = json.loads(shown.stdout)
+    assert (found["recipe"], found["settings"]["log_gamma"]) == ("digits", -100)
+    assert len(list((tmp_path / "results").iterdir())) == 2
+    monkeypatch.setitem(RECIPES, "digits", RECIPES["digits"].model_copy(update={"decay": 0.3}))
+    shown = run("reproduce", "digits", "--seeds", "1", *QUICK)
+    assert shown.exit_code == 2
+    assert "decay=0.15 (now 0.3)" in shown.stderr.replace("\n", " ")
 
 
 def test_a_run_that_fails_is_named_with_its_log(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = run("reproduce", "digits", "--seeds", "1", "--set", "optimizer=sgd", "--set", "lr=1e9")
     assert shown.exit_code == 2
-    assert "digits seed 0" in shown.stderr.replace("\n", " ")
-    assert (tmp_path / "runs" / "digits" / "seed0" / "log.txt").read_text()
+    assert "digits_optimizer=sgd_lr=1e+09 seed 0" in shown.stderr.replace("\n", " ")
+    (log,) = (tmp_path / "runs").rglob("log.txt")
+    assert log.read_text()
 
 
 def test_a_missing_tensorboard_names_its_package(tmp_path, monkeypatch):

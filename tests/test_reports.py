@@ -464,4 +464,4 @@ def test_the_browser_would_have_noticed(runs, tmp_path):
     seen = browse(tmp_path, 390)
     assert "nothing is not defined" in seen["faults"][0]
     assert seen["asked"] == ["http://127.0.0.1:9/x.png"]
-    assert (seen["figures"], seen["wide"] >= 2000) == (4, True)
+    assert (seen["figures"], seen["wide"] >= 2000) == (5, True)

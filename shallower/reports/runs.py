@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from shallower.ledger import STEP, BlockCost
 from shallower.pruner import Removal
-from shallower.recipes import RECIPES, Paper, Recipe
+from shallower.recipes import RECIPES, Paper, Recipe, label
 from shallower.reports.costs import NetworkCost, network_cost
 from shallower.training.result import Result
 from shallower.worth import Worth
@@ -93,20 +93,6 @@ class Record:
         if self.result is not None:
             return "finished"
         return f"{len(self.metrics)} of {self.recipe.epochs} epochs"
-
-
-def label(recipe: Recipe) -> str:
-    """`digits`, or `digits log_gamma=-100` where a field differs from the recipe's."""
-    base = RECIPES.get(recipe.name)
-    if base is None:
-        return recipe.name
-    fields = [f for f in Recipe.model_fields if f not in ("name", "paper", "departs")]
-    changed = [f for f in fields if getattr(recipe, f) != getattr(base, f)]
-    return " ".join([recipe.name, *(f"{f}={_short(getattr(recipe, f))}" for f in changed)])
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def paper(recipe: Recipe) -> Paper:

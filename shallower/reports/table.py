@@ -63,16 +63,17 @@ def read_results(folders: Iterable[str | Path]) -> list[Result]:
 
 
 def rows_by_name(results: Sequence[Result]) -> list[Row]:
-    """One row per recipe, in the order of the recipes."""
-    names = sorted({r.recipe for r in results}, key=_place)
+    """One row per setting, in the order of the recipes; the paper beside those that are as published."""
     return [
-        Row(
-            name,
-            [r for r in results if r.recipe == name],
-            RECIPES[name].paper if name in RECIPES else Paper(),
-        )
-        for name in names
+        Row(name, some, RECIPES[name].paper if name in RECIPES else Paper())
+        for name, some in _by_label(results).items()
     ]
+
+
+def _by_label(results: Sequence[Result]) -> dict[str, list[Result]]:
+    labels = {r.label: r.recipe for r in results}
+    order = sorted(labels, key=lambda name: (*_place(labels[name]), _natural(name)))
+    return {name: [r for r in results if r.label == name] for name in order}
 
 
 def rows_by_label(runs: Sequence[Record]) -> list[Row]:
@@ -85,7 +86,7 @@ def rows_by_label(runs: Sequence[Record]) -> list[Row]:
 
 
 def markdown_table(results: Sequence[Result]) -> str:
-    """One row per recipe, in the order of the recipes."""
+    """One row per setting, in the order of the recipes."""
     return as_markdown(rows_by_name(results))
 
 
@@ -128,8 +129,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 def histogram_table(results: Sequence[Result]) -> str:
     """In how many runs each block survived, one row per recipe: the paper's figure as a table."""
     lines = ["| recipe | runs | survivors (block: runs) |", "| --- | ---: | --- |"]
-    for name in sorted({r.recipe for r in results}, key=_place):
-        runs = [r for r in results if r.recipe == name]
+    for name, runs in _by_label(results).items():
         counts = sorted(survivors(runs).items(), key=lambda item: _natural(item[0]))
         lines.append(f"| {name} | {len(runs)} | {', '.join(f'{block}: {n}' for block, n in counts)} |")
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from shallower.data import Task
 from shallower.files import write_csv, write_text
 from shallower.ledger import block_costs, count_macs, count_parameters
 from shallower.pruner import Pruner
-from shallower.recipes import Recipe
+from shallower.recipes import Recipe, label
 from shallower.training.result import Result, count_layers, evaluate, loss_of, versions
 from shallower.training.run import CHECKPOINT, Machine, Run, RunError
 from shallower.worth import Worth, worth
@@ -212,7 +212,9 @@ def _finish(run: Run, folder: Path) -> Result:
     load = None if run.ledger is None else run.ledger.load
     result = Result(
         recipe=recipe.name,
+        label=label(recipe),
         seed=run.seed,
+        settings=recipe.settings,
         test_accuracy=accuracy,
         test_loss=test_loss,
         test_rmse=math.sqrt(2 * test_loss) if kind == "regression" else None,

@@ -4,7 +4,7 @@ import platform
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 from torch import Tensor, nn
 
 import shallower
@@ -16,7 +16,9 @@ class Result(BaseModel):
     """`result.json`. Pruning ratios count as the paper does, before skips are absorbed."""
 
     recipe: str
+    label: str = ""  # the recipe and what was set beside it
     seed: int
+    settings: dict[str, Any] = {}  # every field of the recipe as it ran
     test_accuracy: float | None  # per cent; None for a regression
     test_loss: float
     test_rmse: float | None  # of a regression, in standard deviations of the target
@@ -37,6 +39,11 @@ class Result(BaseModel):
     seconds: float  # of training: data, forward and backward passes, pruner
     seconds_spent: dict[str, float]  # the same in parts, and evaluation
     versions: dict[str, str]
+
+    @model_validator(mode="after")
+    def _labelled(self) -> "Result":
+        self.label = self.label or self.recipe
+        return self
 
 
 def versions() -> dict[str, str]:
