@@ -101,14 +101,16 @@ class Gate:
 
     def _free(self) -> bool:
         """Whether Euler's identity holds now: the last map still has its parameters, and they are trained."""
-        return bool(self.last) and all(
-            owner._parameters.get(name) is p and p.requires_grad for owner, name, p in self.last
-        )
+        for owner, name, p in self.last:  # in every forward pass, so no generator
+            if owner._parameters.get(name) is not p or not p.requires_grad:
+                return False
+        return bool(self.last)
 
     def _read(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A hook of the backward pass: the weights have not moved yet, and nothing has been clipped."""
         if self._opened and self.xi:
-            self.credits.append(inner(gradient, parameter.detach()))  # (3)
+            weights = parameter.detach() if torch.is_grad_enabled() else parameter
+            self.credits.append(inner(gradient, weights))  # (3)
 
     # -- running --------------------------------------------------------------------------------------
 

@@ -100,7 +100,8 @@ class Pruner:
         self.multipliers = prior.multiplier_vector(multipliers, self.names)
         self.theta = torch.full((len(found),), float(theta), dtype=torch.float64)  # on the host, which draws
         self._alive = torch.ones_like(self.theta)
-        self.theta_optimizer = theta_optimizer([self.theta], lr=theta_lr)
+        fused = {"fused": True} if theta_optimizer is torch.optim.Adam else {}  # a third of the time
+        self.theta_optimizer = theta_optimizer([self.theta], lr=theta_lr, **fused)
         self.generator = torch.Generator().manual_seed(seed)
         self._prunable = {
             n: list(b.prunable(model.get_submodule(n)).values()) for n, b in self.blocks.items()
@@ -188,10 +189,8 @@ class Pruner:
         gates = list(self.gates.values())
         with frozen_statistics(self.model.modules() if closure else ()), self._before.weights_before():
             found = self.estimator(gates, closure)
-        known = _vector(found, len(gates)).to(self.theta)  # the one transfer in a step
-        wrong = [
-            gate.name for gate, value in zip(gates, known.tolist(), strict=True) if not math.isfinite(value)
-        ]
+        known = _vector(found, len(gates)).tolist()  # the one transfer in a step
+        wrong = [gate.name for gate, value in zip(gates, known, strict=True) if not math.isfinite(value)]
         if wrong and self.grad_scaler is not None:
             return None
         if wrong:
@@ -201,9 +200,10 @@ class Pruner:
                 "or inf. Nothing was changed; go back to the last checkpoint with a smaller learning rate."
             )
         scale = 1.0 if needs_loss(self.estimator) else self._before.scale
-        estimates = torch.zeros_like(self.theta)
-        estimates[self._positions()] = known / scale
-        return estimates
+        estimates = dict.fromkeys(self.names, 0.0)
+        for name, value in zip(self.gates, known, strict=True):
+            estimates[name] = value / scale
+        return torch.tensor(list(estimates.values()), dtype=self.theta.dtype)
 
     def _log_gamma(self) -> float:
         value = float(self.log_gamma(self.num_steps))
@@ -226,9 +226,6 @@ class Pruner:
         for name, u, rate in zip(self.names, uniform, self.theta.tolist(), strict=True):
             if (gate := self.gates.get(name)) is not None:
                 gate.xi, gate.rate = u < rate, rate
-
-    def _positions(self) -> list[int]:
-        return [i for i, name in enumerate(self.names) if name in self.gates]
 
     # -- removal --------------------------------------------------------------------------------------
 

@@ -581,6 +581,7 @@ def test_the_public_names_are_these():
             "flip",
         ),
         *("forget", "linear_ramp", "load", "split", "survey"),
+        *("BlockCost", "Ledger", "Worth", "block_costs", "count_macs", "count_parameters", "worth"),
     }
 
 
