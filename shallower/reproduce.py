@@ -35,15 +35,19 @@ def reproduce_all(
     """
     words = ["--threads", "1", *flags, *(part for pair in sets for part in ("--set", pair))]
     words += ["--data-dir", str(data_dir)] if data_dir else []
-    todo = [(recipe, seed) for seed in range(seeds) for recipe in chosen]
-
-    def one(job: tuple[Recipe, int]) -> str | None:
-        recipe, seed = job
-        name = place(recipe)
-        kept = results / name / f"seed{seed}.json"
+    every = [
+        (recipe, seed, results / place(recipe) / f"seed{seed}.json")
+        for seed in range(seeds)
+        for recipe in chosen
+    ]
+    for recipe, _, kept in every:
         if kept.exists():
             _check(kept, recipe)
-            return None
+    todo = [job for job in every if not job[2].exists()]
+
+    def one(job: tuple[Recipe, int, Path]) -> str | None:
+        recipe, seed, kept = job
+        name = place(recipe)
         folder = runs / name / f"seed{seed}"
         if not (folder / "result.json").exists() and _run(recipe.name, seed, folder, words) != 0:
             return f"{name} seed {seed}"
