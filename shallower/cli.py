@@ -37,6 +37,9 @@ out, err = Console(), Console(stderr=True)
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="field=value of the recipe; may be repeated")
 ]
+Epochs = Annotated[
+    int | None, typer.Option(min=1, help="the whole recipe in so many epochs, every schedule in proportion")
+]
 DataDir = Annotated[Path | None, typer.Option(help="where the data lie, or are fetched to")]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs, or folders of these")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
@@ -72,6 +75,11 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     return found
 
 
+def _chosen(name: str, sets: list[str] | None, epochs: int | None) -> Recipe:
+    found = recipe(name, parse_overrides(sets))
+    return found if epochs is None else found.rescaled(epochs)
+
+
 @app.command("list")
 def list_recipes(as_json: AsJson = False) -> None:
     """The recipes, with the figures of the paper."""
@@ -92,6 +100,7 @@ def train_one(
     name: Annotated[str, typer.Argument(metavar="RECIPE", help="see `shallower list`")],
     seed: int = 0,
     set_: Overrides = None,
+    epochs: Epochs = None,
     folder: Annotated[Path | None, typer.Option("--out", help="default: runs/RECIPE/seedN")] = None,
     resume: Annotated[bool, typer.Option(help="go on where the run in the folder stopped")] = False,
     overwrite: Annotated[bool, typer.Option(help="replace the run in the folder")] = False,
@@ -111,7 +120,7 @@ def train_one(
     with _plain_errors():
         if threads is not None:
             torch.set_num_threads(threads)
-        chosen = recipe(name, parse_overrides(set_))
+        chosen = _chosen(name, set_, epochs)
         task = data.load(chosen.task, data_dir)
         target = folder or Path("runs") / name / f"seed{seed}"
         machine = Machine(device, bf16, channels_last)
@@ -137,6 +146,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, help="runs with the seeds 0 to N-1")] = 10,
     jobs: Annotated[int, typer.Option(min=1, help="runs at a time, one thread each")] = 1,
     set_: Overrides = None,
+    epochs: Epochs = None,
     runs: Annotated[Path, typer.Option(help="the folders of the runs")] = Path("runs"),
     results: Annotated[Path, typer.Option(help="where each result.json is kept")] = Path("results"),
     into: Annotated[
@@ -150,11 +160,11 @@ def reproduce(
 ) -> None:
     """Run recipes over several seeds and print the paper's table; finished runs are not run again."""
     with _plain_errors():
-        overrides = parse_overrides(set_)
-        chosen = [recipe(name, overrides) for name in names]
+        chosen = [_chosen(name, set_, epochs) for name in names]
         for task in {row.task for row in chosen}:
             data.load(task, data_dir)
         flags = ["--device", device, *["--bf16"] * bf16, *["--channels-last"] * channels_last]
+        flags += [] if epochs is None else ["--epochs", str(epochs)]
         places: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir}
         failed = reproduce_all(chosen, seeds=seeds, jobs=jobs, sets=set_ or [], flags=flags, **places)
         found = read_results([results / place(row) for row in chosen if (results / place(row)).exists()])

@@ -73,6 +73,25 @@ class Recipe(BaseModel):
     def dense(self) -> bool:
         return self.log_gamma is None
 
+    def rescaled(self, epochs: int) -> "Recipe":
+        """The same run in another number of epochs: a miniature in which everything happens in proportion.
+
+        The learning rate follows its schedule over the whole run, log gamma is ramped and the network
+        finalised at the same fractions of it, and theta, which has fewer steps for the same way, takes
+        longer ones.
+        """
+        if epochs < 1:
+            raise RecipeError(f"Found epochs={epochs}; a run has at least 1.")
+        ratio = epochs / self.epochs
+        end = self.finalize_epoch
+        changes = {
+            "epochs": epochs,
+            "ramp_epochs": round(self.ramp_epochs * ratio),
+            "finalize_epoch": None if end is None else min(max(round(end * ratio), 1), epochs),
+            "theta_lr": self.theta_lr / ratio,
+        }
+        return Recipe.model_validate({**self.model_dump(), **changes})
+
     @property
     def settings(self) -> dict[str, Any]:
         """What a run depends on; neither names nor the paper's figures."""

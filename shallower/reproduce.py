@@ -40,9 +40,10 @@ def reproduce_all(
         for seed in range(seeds)
         for recipe in chosen
     ]
-    for recipe, _, kept in every:
-        if kept.exists():
-            _check(kept, recipe)
+    for recipe, seed, kept in every:
+        for file in (kept, runs / place(recipe) / f"seed{seed}" / "result.json"):
+            if file.exists():
+                _check(file, recipe)
     todo = [job for job in every if not job[2].exists()]
 
     def one(job: tuple[Recipe, int, Path]) -> str | None:

@@ -67,3 +67,30 @@ def test_any_field_can_be_set():
 def test_a_wrong_recipe_field_or_value_lists_the_right_ones(name, overrides, message):
     with pytest.raises(RecipeError, match=message):
         recipe(name, overrides)
+
+
+def test_a_recipe_in_fewer_epochs_keeps_its_proportions():
+    """ResNet-56: 182 epochs, log gamma ramped to 105, finalised at 150, theta at 1e-4 per step."""
+    short = recipe("cifar10-resnet56-250").rescaled(26)
+    assert (short.epochs, short.ramp_epochs, short.finalize_epoch) == (26, 15, 21)
+    assert short.theta_lr == pytest.approx(7e-4)
+    kept = {"epochs", "ramp_epochs", "finalize_epoch", "theta_lr"}
+    long = recipe("cifar10-resnet56-250")
+    assert {k: v for k, v in short.settings.items() if k not in kept} == {
+        k: v for k, v in long.settings.items() if k not in kept
+    }
+    assert long.rescaled(182) == long
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("epochs", [1, 2, 7, 1000])
+def test_every_recipe_can_be_rescaled(name, epochs):
+    short = recipe(name).rescaled(epochs)
+    assert short.epochs == epochs
+    if short.finalize_epoch is not None:
+        assert 1 <= short.finalize_epoch <= epochs
+
+
+def test_no_epochs_at_all_are_refused():
+    with pytest.raises(RecipeError, match="at least 1"):
+        recipe("digits").rescaled(0)
