@@ -44,6 +44,7 @@ DataDir = Annotated[Path | None, typer.Option(help="where the data lie, or are f
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs, or folders of these")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Bf16 = Annotated[bool, typer.Option(help="bfloat16 autocast")]
+Compile = Annotated[bool, typer.Option("--compile", help="torch.compile each kind of block")]
 ChannelsLast = Annotated[bool, typer.Option(help="memory format of convolutions")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
@@ -108,6 +109,7 @@ def train_one(
     device: Device = "auto",
     bf16: Bf16 = False,
     channels_last: ChannelsLast = False,
+    compiled: Compile = False,
     threads: Annotated[int | None, typer.Option(min=1, help="of PyTorch on the CPU")] = None,
     against_dense: Annotated[bool, typer.Option(help="train the dense twin in turn, and compare")] = False,
     tensorboard: Annotated[bool, typer.Option(help="curves for TensorBoard in the folder")] = False,
@@ -123,7 +125,7 @@ def train_one(
         chosen = _chosen(name, set_, epochs)
         task = data.load(chosen.task, data_dir)
         target = folder or Path("runs") / name / f"seed{seed}"
-        machine = Machine(device, bf16, channels_last)
+        machine = Machine(device, bf16, channels_last, compiled)
         options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
         dense: Result | None = None
         follow = following(target, tensorboard=tensorboard, report=page)
@@ -156,6 +158,7 @@ def reproduce(
     device: Device = "auto",
     bf16: Bf16 = False,
     channels_last: ChannelsLast = False,
+    compiled: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Run recipes over several seeds and print the paper's table; finished runs are not run again."""
@@ -164,6 +167,7 @@ def reproduce(
         for task in {row.task for row in chosen}:
             data.load(task, data_dir)
         flags = ["--device", device, *["--bf16"] * bf16, *["--channels-last"] * channels_last]
+        flags += ["--compile"] * compiled
         flags += [] if epochs is None else ["--epochs", str(epochs)]
         places: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir}
         failed = reproduce_all(chosen, seeds=seeds, jobs=jobs, sets=set_ or [], flags=flags, **places)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shallower.compilation import Compiled, Compiler
 from shallower.graphs import compiled, frozen_statistics, source, used_modules
 from shallower.split import Block, linear_parameters, split
 from shallower.watch import Watch, inner, new_xi
@@ -55,6 +56,7 @@ class Gate:
         self.xi = True
         self.rate = 1.0  # theta as a number, handed to the buffer when the mean network runs
         self.credits: list[Tensor] = []
+        self.compiled: Compiled | None = None  # the module's own forward, see `Pruner.compile`
         self.record: list[tuple[Gate, Tensor]] | None = None  # see `estimators.flip`
         self.replay: deque[Tensor] = deque()
         self._prepare(block)
@@ -81,6 +83,15 @@ class Gate:
         self._handles: list[RemovableHandle] = []
         if self.last and self.watching:
             self._handles = [p.register_hook(partial(self._read, p)) for _, _, p in self.last]
+
+    def compile(self, compiler: Compiler) -> None:
+        """Run the block, and its branch where that runs alone, as compiled functions.
+
+        Which of them runs is decided outside of both: a draw never compiles anything anew.
+        """
+        author: type[nn.Module] = type(self.module).__bases__[1]
+        self.compiled = compiler(author.forward, self.module)
+        self.branch = compiler(self.branch, self.module)
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
@@ -119,7 +130,10 @@ class Gate:
         if self.replay:
             return self.replay.popleft().clone()
         z = self._input(args, kwargs)
-        out = whole(z) if self._runs_whole() else self._forward(z)  # open: as the module's author wrote it
+        if not self._runs_whole():
+            out = self._forward(z)
+        else:  # open: as the module's author wrote it
+            out = whole(z) if self.compiled is None else self.compiled(self.module, z)
         if self.record is not None:
             self.record.append((self, out.clone()))
         return out
@@ -202,14 +216,14 @@ class Gate:
         return {name: vars(self)[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, credits=[], record=None, replay=deque(), _handles=[])
+        vars(self).update(state, credits=[], compiled=None, record=None, replay=deque(), _handles=[])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Gate":
         """A copy that runs the same parts; its estimates are its own."""
         twin = memo[id(self)] = object.__new__(Gate)
         twin.__setstate__(self.__getstate__())
         twin.module = copy.deepcopy(self.module, memo)
-        for name in (*PARTS, "inputs", "constants"):
+        for name in (*PARTS, "inputs", "constants", "compiled"):
             setattr(twin, name, getattr(self, name))
         twin.inside = copy.deepcopy(self.inside, memo)
         twin.last, twin._opened = [], False
@@ -242,8 +256,12 @@ def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
 
 
 class Gated(nn.Module):
-    """The part of a gated module's class that comes before the class its author wrote."""
+    """The part of a gated module's class that comes before the class its author wrote.
 
+    torch.compile leaves the gate alone: it would compile the block anew for every draw.
+    """
+
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         gate: Gate = vars(self)[GATE]
         if not hasattr(gate, "branch"):

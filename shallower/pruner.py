@@ -13,6 +13,7 @@ from shallower import optim, prior
 from shallower.absorption import Absorption, absorb
 from shallower.blocks import BlockFinder, choose, unaliased
 from shallower.checks import check_options, check_trainable
+from shallower.compilation import Compiler
 from shallower.estimators import Closure, Estimator, first_order, needs_loss
 from shallower.gate import Gate, attach, detach, retire
 from shallower.graphs import frozen_statistics, replace
@@ -113,6 +114,7 @@ class Pruner:
         self.events: list[Removal] = []
         self.absorption: Absorption | None = None
         self.num_steps, self.finalized, self.finished = 0, False, False
+        self._compiler: Compiler | None = None
         self._before = BeforeStep(
             optimizer, self.gates, self._prunable, grad_scaler=grad_scaler, keep_weights=needs_loss(estimator)
         )
@@ -164,6 +166,19 @@ class Pruner:
         dead = self._remove(self.tolerance)  # (6)
         self._draw()
         return dead
+
+    def compile(self, **options: Any) -> None:
+        """Compile the gated blocks with `torch.compile(..., **options)`, one function for each kind of block.
+
+        Draws and removals compile nothing anew. After `finalize()` the survivors are compiled as they are.
+        """
+        if self.finalized:
+            raise RuntimeError(
+                "The pruner is finalised and its model plain: compile that itself, `torch.compile(model)`."
+            )
+        self._compiler = Compiler(**options)
+        for gate in self.gates.values():
+            gate.compile(self._compiler)
 
     def _weights_moved(self) -> bool:
         """Whether `optimizer.step()` ran; a GradScaler leaves it out when a gradient overflowed."""
@@ -270,7 +285,10 @@ class Pruner:
 
     def _ungate(self) -> None:
         for name in self.gates:
-            detach(self.model.get_submodule(name))
+            module = self.model.get_submodule(name)
+            detach(module)
+            if self._compiler is not None:
+                module.compile(**self._compiler.options)
             self.theta[self.names.index(name)] = 1.0
         self.gates.clear()
         self._before.remove()

@@ -33,6 +33,7 @@ class Machine:
     device: str = "auto"
     bf16: bool = False
     channels_last: bool = False
+    compile: bool = False  # the blocks, one function for each kind
 
     @property
     def where(self) -> torch.device:
@@ -89,6 +90,8 @@ class Run:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # summed over the epoch so far
         self.clock = Clock()
         self._blocks = [block.name for block in find_blocks(self.model)] if self.pruner is None else []
+        if machine.compile:
+            self._compile()
 
     def batches(self, split: Literal["train", "test"], size: int, **options: Any) -> Loader:
         """Batches of the task on the run's device, with inputs as the recipe wants them."""
@@ -115,6 +118,12 @@ class Run:
             tolerance=recipe.tolerance,
             seed=self.seed,
         )
+
+    def _compile(self) -> None:
+        if self.pruner is not None:
+            self.pruner.compile()
+        for name in self._blocks:
+            self.model.get_submodule(name).compile()
 
     @property
     def alive(self) -> list[str]:
