@@ -129,7 +129,7 @@ class Gate:
         """The forward pass of the module, whose own forward is `whole`."""
         if self.replay:
             return self.replay.popleft().clone()
-        z = self._input(args, kwargs)
+        z = self.input(args, kwargs)
         if not self._runs_whole():
             out = self._forward(z)
         else:  # open: as the module's author wrote it
@@ -147,7 +147,7 @@ class Gate:
         self._opened = self._opened or free
         return free
 
-    def _input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The one input; the other arguments must have the values that the block was split with."""
         if len(args) == 1 and not kwargs:
             return args[0]

@@ -234,3 +234,14 @@ def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
             norm.track_running_stats = True
         for buffer, old in zip(buffers, before, strict=True):
             buffer.copy_(old)
+
+
+@contextmanager
+def same_dice(model: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Random numbers drawn here are drawn again afterwards; with a seed, they are the same every time."""
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    kind = next((device.type for device in devices), "cuda")
+    with torch.random.fork_rng([d.index for d in devices], device_type=kind):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield

@@ -6,7 +6,7 @@ sample is taken as three times its forward pass, one for the forward and two for
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from shallower.estimators import flip
+from shallower.estimators import flip, needs_loss
 from shallower.gate import Gate
-from shallower.graphs import frozen_statistics
+from shallower.graphs import frozen_statistics, same_dice
 from shallower.pruner import Pruner
 
 STEP = 3  # forward and backward, in forward passes
+WHOLE = "(whole network)"
+Example = Tensor | Sequence[Any] | Mapping[str, Any]  # what a model is called with
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -30,16 +34,55 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def count_macs(model: nn.Module, example: Tensor) -> int:
-    """Multiply-accumulates of one sample's forward pass; `example` is a batch, of any size."""
+def count_macs(model: nn.Module, example: Example) -> int:
+    """Multiply-accumulates of one sample's forward pass; `example` is a batch, of any size.
+
+    Counted are convolutions, matrix products and attention, as PyTorch's FlopCounterMode knows them; not what
+    a fused recurrent layer (nn.LSTM, nn.GRU) does inside.
+    """
     with _mode(model, training=False):
         return _macs_now(model, example)
 
 
-def _macs_now(model: nn.Module, example: Tensor) -> int:
-    with FlopCounterMode(display=False) as counter:
-        model(example)
-    return counter.get_total_flops() // (2 * len(example))
+def _macs_now(model: nn.Module, example: Example) -> int:
+    size = _size(example)
+    # Attention as plain matrix products: the counter does not know the fused operator of every device.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        call(model, example)
+    return counter.get_total_flops() // (2 * size)
+
+
+def call(model: nn.Module, example: Example) -> Any:
+    """The model on a batch: one tensor, a tuple of arguments, or a mapping of keyword arguments."""
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple | list) else model(example)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _size(example: Example) -> int:
+    tensors = _tensors(dict(example) if isinstance(example, Mapping) else example)
+    if not tensors or tensors[0].ndim == 0:
+        raise TypeError(
+            f"The example is of type {type(example).__name__} and holds no batch of tensors. Give what the "
+            "model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments."
+        )
+    return len(tensors[0])
+
+
+def _two(example: Example) -> Example:
+    """Two samples of a batch, in memory of their own: enough to count, and BatchNorm needs two."""
+    size = _size(example)
+    index = [0, 1 % size]
+
+    def cut(leaf: Any) -> Any:
+        batched = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
+        return leaf[index] if batched else leaf
+
+    return tree_map(cut, dict(example) if isinstance(example, Mapping) else example)
 
 
 @dataclass(frozen=True)
@@ -66,23 +109,52 @@ class Load:
 class Ledger:
     """Adds up the training load of a pruned run, step by step.
 
-    ledger = Ledger(pruner, images)
-    ...
-        pruner.step()
-        ledger.step()
-    print(ledger.load.ran / ledger.load.dense)
+        ledger = Ledger(pruner, images)
+        ...
+            pruner.step()
+            ledger.step()
+        print(ledger.load.ran / ledger.load.dense)
+
+    Args:
+        pruner: before its first removal, for the dense network is the measure of everything.
+        example: what the model is called with: a batch, a tuple of arguments, or a mapping of keyword ones.
+        estimator_macs: what an estimator of your own runs in each step, in MACs per sample, if it needs the
+            loss; `flip` is known.
     """
 
-    def __init__(self, pruner: Pruner, example: Tensor) -> None:
-        self.pruner = pruner
+    def __init__(self, pruner: Pruner, example: Example, *, estimator_macs: int | None = None) -> None:
+        if pruner.events or pruner.finalized:
+            raise ValueError(
+                f"The pruner has removed {len(pruner.events)} blocks already, so the dense network cannot be "
+                "counted. Build the Ledger right after the Pruner; after a resume, give it the load so far: "
+                "`ledger.resume(load)`."
+            )
+        if needs_loss(pruner.estimator) and pruner.estimator is not flip and estimator_macs is None:
+            raise ValueError(
+                "The pruner's estimator runs the network again in a way that the ledger does not know. Say "
+                "what it costs in each step: `Ledger(pruner, example, estimator_macs=...)`."
+            )
+        self.pruner, self.estimator_macs = pruner, estimator_macs
         self.load = Load()
         self.idle = 1 if all(gate.watching for gate in pruner.gates.values()) else 0
-        self.blocks, self.rest = _block_macs(pruner, example)
+        self.blocks, self.rest = _block_macs(pruner, _two(example))
         self._costs = list(self.blocks.values())
         self._look()
 
+    @property
+    def params(self) -> int:
+        """Parameters alive."""
+        return count_parameters(self.pruner.model)
+
     def step(self) -> None:
         """Count the training step that `pruner.step()` has just ended."""
+        if self.pruner.num_steps != self._seen + 1:
+            raise RuntimeError(
+                f"The pruner has made {self.pruner.num_steps - self._seen} steps since the ledger's last. "
+                "Call `ledger.step()` once after each `pruner.step()`."
+            )
+        if self.pruner.finalized_at == self._seen:  # since the last look, before the step that is counted now
+            self._look()
         active = sum(map(mul, self._open, self._costs))
         alive = sum(map(mul, self._alive, self._costs))
         self.load.dense += STEP * (self.rest + sum(self._costs))
@@ -93,8 +165,10 @@ class Ledger:
 
     def _again(self) -> int:
         """The runs of `flip`: the network once, then for every gate what stands above it, with it flipped."""
-        if self.pruner.estimator is not flip or not self._gated:
+        if not self._gated or not needs_loss(self.pruner.estimator):
             return 0
+        if self.estimator_macs is not None:
+            return self.estimator_macs
         costs = [cost for cost, alive in zip(self._costs, self._alive, strict=True) if alive]
         active = [c * o for c, o, alive in zip(self._costs, self._open, self._alive, strict=True) if alive]
         flips = [self.rest + (costs[k] - active[k]) + sum(active[k + 1 :]) for k in range(len(costs))]
@@ -108,6 +182,7 @@ class Ledger:
     def _look(self) -> None:
         """The network that the next step will train; after the end of pruning all survivors are open."""
         gates = self.pruner.gates
+        self._seen = self.pruner.num_steps
         self._gated, self._rates = bool(gates), self.pruner.theta.tolist()
         if gates:
             self._alive = [name in gates for name in self.blocks]
@@ -116,7 +191,7 @@ class Ledger:
             self._alive = self._open = [rate > 0 for rate in self._rates]
 
 
-def _block_macs(pruner: Pruner, example: Tensor) -> tuple[dict[str, int], int]:
+def _block_macs(pruner: Pruner, example: Example) -> tuple[dict[str, int], int]:
     """The MACs of every block's branch, and those of everything else: by closing one gate after the other."""
     costs = dict.fromkeys(pruner.names, 0)
     with _all_open(pruner), _mode(pruner.model, training=True):
@@ -127,23 +202,24 @@ def _block_macs(pruner: Pruner, example: Tensor) -> tuple[dict[str, int], int]:
     return costs, total - sum(costs.values())
 
 
-def block_costs(pruner: Pruner, example: Tensor, *, repeats: int = 5) -> list[BlockCost]:
-    """What each gated block costs now: counted, and measured on the batch `example`."""
-    few = example[:2]
-    macs, _ = _block_macs(pruner, few)
+def block_costs(pruner: Pruner, example: Example, *, repeats: int = 5) -> list[BlockCost]:
+    """What each gated block costs now, counted and measured on a batch; last comes the whole network."""
+    few = _two(example)
+    model, (macs, rest) = pruner.model, _block_macs(pruner, few)
     rows = []
     with _all_open(pruner):
-        kept = _saved_bytes(pruner.model, few)
-        seconds = _latencies(pruner, example, repeats)
+        kept = _saved_bytes(model, few)
+        seconds, whole = _latencies(pruner, example, repeats)
         for name, gate in pruner.gates.items():
             with _closed(gate):
-                without = _saved_bytes(pruner.model, few)
+                without = _saved_bytes(model, few)
             params = sum(p.numel() for p in pruner.blocks[name].prunable(gate.module).values())
-            rows.append(BlockCost(name, params, macs[name], (kept - without) // len(few), seconds[name]))
-    return rows
+            rows.append(BlockCost(name, params, macs[name], (kept - without) // 2, seconds[name]))
+    total = count_parameters(model), rest + sum(macs.values()), kept // 2, whole
+    return [*rows, BlockCost(WHOLE, *total)]
 
 
-def _saved_bytes(model: nn.Module, example: Tensor) -> int:
+def _saved_bytes(model: nn.Module, example: Example) -> int:
     """What autograd keeps of one training forward, parameters not counted; each memory once."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, int] = {}
@@ -156,8 +232,8 @@ def _saved_bytes(model: nn.Module, example: Tensor) -> int:
 
     with _mode(model, training=True), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = model(example).sum()
-        del loss
+            output = call(model, example)
+        del output
     for module in model.modules():
         gate: Any = vars(module).get("shallower_gate")
         if gate is not None:
@@ -165,34 +241,45 @@ def _saved_bytes(model: nn.Module, example: Tensor) -> int:
     return sum(seen.values())
 
 
-def _latencies(pruner: Pruner, example: Tensor, repeats: int) -> dict[str, float]:
-    """The median time of each branch alone, on what its block reads when `example` runs through the model."""
+def _latencies(pruner: Pruner, example: Example, repeats: int) -> tuple[dict[str, float], float]:
+    """The median time of each branch alone, on what its block reads when `example` runs through the model,
+    and that of the whole model."""
     inputs: dict[str, Tensor] = {}
 
-    def keep(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs[name] = args[0]
+    def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs[name] = pruner.gates[name].input(args, kwargs)
 
-    handles = [g.module.register_forward_pre_hook(partial(keep, n)) for n, g in pruner.gates.items()]
-    seconds = {}
+    handles = [
+        g.module.register_forward_pre_hook(partial(keep, n), with_kwargs=True)
+        for n, g in pruner.gates.items()
+    ]
+    device, seconds = next(pruner.model.parameters()).device, {}
+
+    def median(run: Callable[[], Any]) -> float:
+        return statistics.median([_timed(run, device) for _ in range(repeats + 1)][1:])
+
     with _mode(pruner.model, training=False):
-        pruner.model(example)
+        call(pruner.model, example)
         for handle in handles:
             handle.remove()
         for name, gate in pruner.gates.items():
             z = gate.head(gate.module, inputs.pop(name))
-            run = partial(gate.branch, gate.module, z)
-            seconds[name] = statistics.median([_timed(run, z.device) for _ in range(repeats + 1)][1:])
-    return seconds
+            seconds[name] = median(partial(gate.branch, gate.module, z))
+        return seconds, median(partial(call, pruner.model, example))
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     begun = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - begun
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all that it was given; a CPU already has."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
 
 
 @contextmanager
@@ -220,12 +307,15 @@ def _closed(gate: Gate) -> Iterator[None]:
 
 @contextmanager
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """All of `model` in one mode for a while, with nothing learned and no statistics moved."""
+    """All of `model` in one mode for a while: nothing is learned, no statistics move, no dice are rolled."""
     modes = {m: m.training for m in model.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
     model.train(training)
+    torch.backends.mha.set_fastpath_enabled(False)  # its operators are not counted
     try:
-        with torch.no_grad(), frozen_statistics(model.modules()):
+        with torch.no_grad(), frozen_statistics(model.modules()), same_dice(model):
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in modes.items():
             module.training = mode

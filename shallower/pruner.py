@@ -114,6 +114,7 @@ class Pruner:
         self.events: list[Removal] = []
         self.absorption: Absorption | None = None
         self.num_steps, self.finalized, self.finished = 0, False, False
+        self.finalized_at: int | None = None  # the step after which the network was made deterministic
         self._compiler: Compiler | None = None
         self._before = BeforeStep(
             optimizer, self.gates, self._prunable, grad_scaler=grad_scaler, keep_weights=needs_loss(estimator)
@@ -292,7 +293,7 @@ class Pruner:
             self.theta[self.names.index(name)] = 1.0
         self.gates.clear()
         self._before.remove()
-        self.finalized = True
+        self.finalized, self.finalized_at = True, self.num_steps
 
     def finish(self) -> nn.Module:
         """The plain network: no gate is left, and linear skips are absorbed wherever that is exact.

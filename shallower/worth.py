@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shallower.graphs import frozen_statistics, replace
+from shallower.graphs import frozen_statistics, replace, same_dice
 from shallower.pruner import Pruner
 
 
@@ -33,7 +34,8 @@ def worth(pruner: Pruner, batches: Iterable[Any], loss: Callable[[Any], Tensor])
 
     Call it after `pruner.finalize()` (and fine-tuning) and before `pruner.finish()`. The model runs as in
     training, BatchNorm with the statistics of each batch: those that it keeps are of the network with all its
-    survivors, and would count against a network with one less. Dropout is off, and nothing is learned.
+    survivors, and would count against a network with one less. Dropout layers are off, whatever else is
+    random rolls the same dice with the block as without it, and nothing is learned.
     """
     if not pruner.finalized or pruner.finished:
         raise RuntimeError(
@@ -46,16 +48,18 @@ def worth(pruner: Pruner, batches: Iterable[Any], loss: Callable[[Any], Tensor])
         bypasses = {name: pruner.bypass(name) for name in names}
         for batch in batches:
             size = _size(batch)
-            whole = loss(batch)
-            gains = [
-                _without(pruner.model, name, bypass, loss, batch) - whole for name, bypass in bypasses.items()
-            ]
+            run = partial(_run, pruner.model, loss, batch, seen)
+            whole = run()
+            gains = [_without(pruner.model, name, bypass, run) - whole for name, bypass in bypasses.items()]
             found = torch.stack(gains).tolist() if gains else []
             sums = [s + size * gain for s, gain in zip(sums, found, strict=True)]
             squares = [s + size * gain * gain for s, gain in zip(squares, found, strict=True)]
             total, seen = total + size, seen + 1
     if seen == 0:
-        raise ValueError("There was no batch to measure on.")
+        raise ValueError(
+            "There was no batch to measure on: give a loader that yields at least one, and if it is an "
+            "iterator, a fresh one."
+        )
     prices = (-pruner.log_gamma(pruner.num_steps) * pruner.multipliers).tolist()
     price = dict(zip(pruner.names, prices, strict=True))
     rows = []
@@ -67,13 +71,16 @@ def worth(pruner: Pruner, batches: Iterable[Any], loss: Callable[[Any], Tensor])
     return rows
 
 
-def _without(
-    model: nn.Module, name: str, bypass: nn.Module, loss: Callable[[Any], Tensor], batch: Any
-) -> Tensor:
+def _run(model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, seed: int) -> Tensor:
+    with same_dice(model, seed):
+        return loss(batch)
+
+
+def _without(model: nn.Module, name: str, bypass: nn.Module, run: Callable[[], Tensor]) -> Tensor:
     module = model.get_submodule(name)
     replace(model, name, bypass)
     try:
-        return loss(batch)
+        return run()
     finally:
         replace(model, name, module)
 

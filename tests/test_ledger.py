@@ -82,18 +82,118 @@ def test_a_removed_block_costs_nothing_from_the_next_step_on():
     assert ledger.load.dense == 2 * 3 * 84
 
 
-def test_fine_tuning_counts_the_plain_network():
-    model, optimizer, pruner = started()
+@pytest.mark.parametrize("estimator", [None, flip])
+def test_fine_tuning_counts_the_plain_network_from_its_first_step_on(estimator):
+    """A removed block (32) costs nothing, the other its full cost, and no estimate is made any more."""
+    model, optimizer, pruner = started(estimator)
     ledger = Ledger(pruner, torch.randn(5, 3))
     step(model, optimizer, pruner)
     ledger.step()
     pruner.theta[0] = 0.0
+    pruner.gates["2"].xi = False
+    pruner.finalize()
+    for _ in range(2):
+        before = copy.copy(ledger.load)
+        step(model, optimizer, pruner)
+        ledger.step()
+        assert ledger.load.ran - before.ran == ledger.load.expected - before.expected == 3 * 52
+
+
+def test_a_network_finalised_before_its_last_step_was_counted_is_counted_as_it_ran():
+    model, optimizer, pruner = started()
+    ledger = Ledger(pruner, torch.randn(5, 3))
+    step(model, optimizer, pruner)
+    pruner.theta[0] = 0.0
     pruner.finalize()
     ledger.step()
-    before = copy.copy(ledger.load)
+    assert ledger.load.survivors == 3 * 84
+
+
+def test_a_ledger_that_would_count_wrongly_says_so():
+    model, optimizer, pruner = started()
+    ledger = Ledger(pruner, torch.randn(5, 3))
+    with pytest.raises(RuntimeError, match="made 0 steps"):
+        ledger.step()
+    step(model, optimizer, pruner)
+    step(model, optimizer, pruner)
+    with pytest.raises(RuntimeError, match=r"`ledger\.step\(\)` once after each `pruner\.step\(\)`"):
+        ledger.step()
+    pruner.theta[0] = 0.0
+    step(model, optimizer, pruner)
+    with pytest.raises(ValueError, match=r"removed 1 blocks already.*ledger\.resume"):
+        Ledger(pruner, torch.randn(5, 3))
+
+
+def test_an_estimator_of_ones_own_must_say_what_it_runs():
+    def own(gates, closure):
+        return flip(gates, closure)
+
+    own.needs_loss = True
+    model, optimizer, pruner = started(own)
+    with pytest.raises(ValueError, match="estimator_macs"):
+        Ledger(pruner, torch.randn(5, 3))
+    ledger = Ledger(pruner, torch.randn(5, 3), estimator_macs=1000)
+    ran = sum(3 * 32 for gate in pruner.gates.values() if gate.xi) + 3 * 20
     step(model, optimizer, pruner)
     ledger.step()
-    assert ledger.load.ran - before.ran == ledger.load.expected - before.expected == 3 * 52
+    assert ledger.load.ran == ran + 1000
+
+
+class Translator(nn.Module):
+    """Two inputs, blocks called by keyword, dropout by function, BatchNorm, and a dict as its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.block = Residual(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+
+    def forward(self, x, scale, flag=True):
+        z = F.dropout(self.norm(self.stem(x) * scale), training=self.training)
+        return {"logits": self.block(z=z), "flag": flag}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7])
+@pytest.mark.parametrize("keywords", [False, True])
+def test_any_model_is_counted_from_one_example_as_it_is_called(samples, keywords):
+    torch.manual_seed(0)
+    model = Translator()
+    pruner = Pruner(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), dataset_size=10, log_gamma=-1.0, blocks=["block"]
+    )
+    x, scale = torch.randn(samples, 3), torch.ones(samples, 1)
+    example = {"x": x, "scale": scale, "flag": False} if keywords else (x, scale)
+    state, dice = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert Ledger(pruner, example).blocks == {"block": 32}
+    block, whole = block_costs(pruner, example)
+    assert (block.params, block.macs) == (40, 32)
+    assert (whole.name, whole.params, whole.macs) == ("(whole network)", 3 * 4 + 4 + 8 + 40, 12 + 32)
+    assert whole.activations > block.activations > 0
+    assert whole.seconds > 0
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), dice)
+
+
+def test_what_is_kept_for_backward_does_not_depend_on_the_size_of_the_example():
+    """Also where the block's input is the batch itself, and a slice of it would share its memory."""
+    model = nn.Sequential(Residual(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, dataset_size=10, log_gamma=-1.0)
+    few, many = block_costs(pruner, torch.randn(2, 4)), block_costs(pruner, torch.randn(256, 4))
+    assert [row.activations for row in few] == [row.activations for row in many]
+
+
+def test_an_example_without_tensors_is_refused():
+    model, _, _ = started()
+    with pytest.raises(TypeError, match="a tuple of arguments"):
+        count_macs(model, {})
+
+
+def test_an_encoder_layer_is_counted_in_evaluation_too():
+    """PyTorch's fast path is made of operators that its counter does not know."""
+    layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, batch_first=True)
+    projections, attention, mlp = 5 * 8 * 32, 2 * 5 * 5 * 8, 2 * 5 * 8 * 16
+    assert count_macs(layer.eval(), torch.randn(3, 5, 8)) == projections + attention + mlp
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_counting_changes_nothing():
@@ -112,7 +212,7 @@ def test_the_costs_of_a_block_by_hand():
     """For each sample, a training step keeps a hidden layer and the sum: twice 4 floats of 4 bytes."""
     model, _, pruner = started()
     draws = [gate.xi for gate in pruner.gates.values()]
-    rows = block_costs(pruner, torch.randn(5, 3))
+    *rows, _ = block_costs(pruner, torch.randn(5, 3))
     assert [(row.name, row.params, row.macs) for row in rows] == [("1", 40, 32), ("2", 40, 32)]
     assert [row.activations for row in rows] == [32, 32]
     assert all(row.seconds > 0 for row in rows)

@@ -94,6 +94,18 @@ def test_dropout_is_off_so_measuring_twice_gives_the_same():
     assert model[4].training
 
 
+def test_what_is_random_rolls_the_same_dice_with_the_block_as_without_it():
+    """A block that adds nothing is worth nothing, also where dropout is called as a function."""
+    model, pruner = finalised()
+    model[4].forward = lambda z: F.dropout(z, 0.5, training=True)
+    with torch.no_grad():
+        model[1].branch[2].weight.zero_()
+        model[1].branch[2].bias.zero_()
+    dice = torch.get_rng_state()
+    assert worth(pruner, data(), loss_of(model))[0].benefit == 0.0
+    assert torch.equal(torch.get_rng_state(), dice)
+
+
 def test_it_is_measured_between_finalise_and_finish_and_on_something():
     model, pruner = finalised()
     with pytest.raises(ValueError, match="no batch"):
