@@ -29,7 +29,16 @@ from shallower.reports.costs import network_cost
 from shallower.reports.live import following
 from shallower.reports.table import FORMATS
 from shallower.reproduce import place, reproduce_all
-from shallower.training import Interrupted, Machine, Result, Run, RunError, train, train_against_dense
+from shallower.training import (
+    Interrupted,
+    Machine,
+    Result,
+    Run,
+    RunError,
+    compare,
+    train,
+    train_against_dense,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 out, err = Console(), Console(stderr=True)
@@ -116,6 +125,7 @@ def train_one(
     page: Annotated[
         bool, typer.Option("--report", help="report.html in the folder, anew after every epoch")
     ] = False,
+    worth: Annotated[bool, typer.Option(help="measure at the end what each survivor earns")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Train and prune one network."""
@@ -127,6 +137,7 @@ def train_one(
         target = folder or Path("runs") / name / f"seed{seed}"
         machine = Machine(device, bf16, channels_last, compiled)
         options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
+        options["worth"] = worth
         dense: Result | None = None
         follow = following(target, tensorboard=tensorboard, report=page)
         with _progress(chosen, show=not as_json) as report, follow as note:
@@ -135,11 +146,11 @@ def train_one(
             else:
                 result = train(chosen, task, target, report=report, note=note, **options)
         if as_json:
-            print(result.model_dump_json() if dense is None else json.dumps(_compare(result, dense)))
+            print(result.model_dump_json() if dense is None else json.dumps(compare(result, dense)))
         else:
             _show(result, target)
             if dense is not None:
-                _show_ratios(_compare(result, dense))
+                _show_ratios(compare(result, dense))
 
 
 @app.command("reproduce")
@@ -291,21 +302,6 @@ def _show(result: Result, folder: Path) -> None:
     table.add_row("seconds", "", f"{result.seconds:.1f}")
     out.print(table)
     out.print(f"written to {folder}", highlight=False)
-
-
-def _compare(pruned: Result, dense: Result) -> dict[str, Any]:
-    """What the paper claims, measured in one run."""
-    accuracies = pruned.test_accuracy, dense.test_accuracy
-    difference = None if None in accuracies else accuracies[0] - accuracies[1]  # type: ignore[operator]
-    return {
-        "training_load_ratio": pruned.training_load_ratio,
-        "training_macs_ratio": pruned.training_macs_ratio,
-        "seconds_ratio": pruned.seconds / dense.seconds,
-        "accuracy_difference": difference,
-        "loss_difference": pruned.test_loss - dense.test_loss,
-        "pruned": pruned.model_dump(),
-        "dense": dense.model_dump(),
-    }
 
 
 def _show_ratios(found: dict[str, Any]) -> None:

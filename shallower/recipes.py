@@ -124,7 +124,8 @@ def label(recipe: Recipe) -> str:
     if base is None:
         return recipe.name
     changed = {f: value for f, value in recipe.settings.items() if value != base.settings[f]}
-    return " ".join([recipe.name, *(f"{f}={_short(value)}" for f, value in changed.items())])
+    words = ["dense" if f == "log_gamma" and v is None else f"{f}={_short(v)}" for f, v in changed.items()]
+    return " ".join([recipe.name, *words])
 
 
 def _short(value: Any) -> str:

@@ -137,9 +137,9 @@ def test_the_page_of_a_run_is_written_while_it_goes_on(tmp_path, monkeypatch):
     shown = run("train", "digits", *QUICK, "--report", "--against-dense", "--out", str(folder))
     assert shown.exit_code == 0, shown.output
     assert [[one.state for one in runs] for runs in seen] == [
-        ["1 of 2 epochs", "0 of 2 epochs"],
+        ["0 of 2 epochs", "1 of 2 epochs"],  # the dense twin comes first on the page, second in training
         ["1 of 2 epochs", "1 of 2 epochs"],
-        ["2 of 2 epochs", "1 of 2 epochs"],
+        ["1 of 2 epochs", "2 of 2 epochs"],
         ["2 of 2 epochs", "2 of 2 epochs"],
         ["finished", "finished"],
     ]

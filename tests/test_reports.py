@@ -186,7 +186,8 @@ def write_run(
     write_csv(folder / "costs.csv", [asdict(BlockCost(name, 10_100, 10_000, 800, 1e-4)) for name in NAMES])
     if done:
         kept = [name for name in NAMES if name not in {event["block"] for event in events}]
-        (folder / "result.json").write_text(result(seed, 98.0 + seed, kept).model_dump_json())
+        found = result(seed, 98.0 + seed, kept).model_copy(update=size)
+        (folder / "result.json").write_text(found.model_dump_json())
         rows = [asdict(Worth(name, 300.0 - 100 * k, 20.0, 200.0)) for k, name in enumerate(kept)]
         write_csv(folder / "worth.csv", rows)
     return folder
@@ -314,7 +315,7 @@ def test_parameters_and_load_end_at_their_share_of_dense(runs):
     )
     alone = figures.load_figure([runs[-1]]).axes[0].lines
     assert len(alone) == 4  # dense, survivors, expected, ran
-    share = alone[1].get_ydata()[-1]
+    share = 100 * (1 - 3 * 30_000 / (4 * 3 * DENSE["macs"]))  # one block is gone in three of four epochs
     assert [line.get_ydata()[-1] for line in alone] == pytest.approx([100, share, share / 2, 0.75 * share])
     assert len(figures.load_figure(runs).axes[0].lines) == 1 + 2 * 3
 
@@ -339,6 +340,56 @@ def test_the_histogram_has_a_bar_for_each_block_and_the_front_a_point_for_each_r
         (139_400, 99.0),
         (159_400, 98.0),
     ]
+
+
+def test_a_run_by_several_names_is_one_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_run(tmp_path / "runs" / "a").parent)
+    found, _ = load_runs(["a", tmp_path / "runs", tmp_path / "runs" / ".." / "runs" / "a"])
+    assert [str(run.folder) for run in found] == ["a"]
+
+
+def test_many_settings_with_long_labels_keep_their_axes_their_colours_and_their_stars(tmp_path):
+    """Ten prices of a ResNet-56 with as many settings as fit on three lines."""
+    more = {"theta": 0.5, "theta_lr": 0.005, "tolerance": 0.02, "threshold": 0.2, "lr": 0.05, "decay": 3.0}
+    chosen = [recipe("cifar10-resnet56-250", {**more, "log_gamma": -100.0 * k}) for k in range(1, 11)]
+    cost = network_cost(chosen[0])
+    names = [block.name for block in cost.blocks]
+    done = [
+        result(0, 90.0 + k, names[: 2 * k], "cifar10-resnet56-250").model_copy(update={"macs": 10**7 * k})
+        for k in range(1, 11)
+    ]
+    metrics = [{"epoch": 0, "params": cost.params, "macs": cost.macs, "load_dense": 1, "load_survivors": 1}]
+    parts: dict[str, Any] = {"metrics": metrics, "thetas": [], "events": [], "costs": [], "worth": []}
+    some = [
+        Record(Path(str(k)), one, 0, **parts, against_dense={}, result=what)
+        for k, (one, what) in enumerate(zip(chosen, done, strict=True))
+    ]
+    assert len({colour for _, colour in figures._coloured(some)}) == 10
+    for draw in (figures.parameters_figure, figures.load_figure, figures.front_figure):
+        figure = draw(some)
+        box, whole = figure.axes[0].get_window_extent(), figure.bbox
+        assert box.width > 0.6 * whole.width
+        assert box.height > 100
+        legend = figure.axes[0].get_legend().get_window_extent()
+        assert legend.x0 >= 0
+        assert legend.x1 <= whole.width
+        assert legend.y0 >= -5  # its border is not drawn
+    printed = [
+        recipe(name) for name in ("cifar10-resnet56-250", "cifar10-resnet56-500", "cifar10-vgg16-1200")
+    ]
+    some += [
+        Record(
+            Path(one.name),
+            one,
+            0,
+            **parts,
+            against_dense={},
+            result=what.model_copy(update={"recipe": one.name}),
+        )
+        for one, what in zip(printed, done, strict=False)
+    ]
+    stars = [line for line in figures.front_figure(some).axes[0].lines if line.get_marker() == "*"]
+    assert len(stars) == 3
 
 
 def test_the_page_is_whole_and_refers_to_nothing_outside(runs, tmp_path):

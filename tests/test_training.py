@@ -41,7 +41,10 @@ def test_a_run_leaves_everything_in_its_folder(digits, tmp_path):
         *("recipe.json", "metrics.csv", "thetas.csv", "events.jsonl", "result.json", "checkpoint.pt"),
         *("model.safetensors", "structure.json", "costs.csv", "worth.csv"),
     }
-    assert [row["name"] for row in rows(tmp_path / "run" / "costs.csv")] == [f"blocks.{i}" for i in range(4)]
+    assert [row["name"] for row in rows(tmp_path / "run" / "costs.csv")] == [
+        *(f"blocks.{i}" for i in range(4)),
+        "(whole network)",
+    ]
     assert [row["block"] for row in rows(tmp_path / "run" / "worth.csv")] == result.survivors
     assert Result.model_validate_json((tmp_path / "run" / "result.json").read_text()) == result
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["seed"] == 1
@@ -88,6 +91,60 @@ def test_an_interrupted_run_resumes_to_the_same_end_bit_for_bit(digits, tmp_path
     assert rows(tmp_path / "part" / "metrics.csv") == rows(tmp_path / "whole" / "metrics.csv")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("end", [None, 3])
+def test_a_run_finalised_at_its_very_end_is_told_as_it_ended(digits, tmp_path, end):
+    result = train(quick(finalize_epoch=end, threshold=0.9), digits, tmp_path)
+    assert result.blocks_kept < 4
+    last = rows(tmp_path / "metrics.csv")[-1]
+    assert (int(last["blocks"]), int(last["macs"])) == (result.blocks_kept, result.macs)
+    events = [json.loads(line)["block"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert {*events, *result.survivors} == {f"blocks.{i}" for i in range(4)}
+    final = {name: float(rate) for name, rate in rows(tmp_path / "thetas.csv")[-1].items() if name != "epoch"}
+    assert final == {f"blocks.{i}": float(f"blocks.{i}" in result.survivors) for i in range(4)}
+
+
+def test_twins_of_other_settings_have_other_labels(digits, tmp_path):
+    labels = [
+        train_against_dense(quick(**fields), digits, tmp_path / str(k), worth=False)[1].label
+        for k, fields in enumerate(({}, {"lr": 0.01}))
+    ]
+    assert all(label.startswith("digits dense") or " dense" in label for label in labels)
+    assert "lr=0.01" in labels[1]
+    assert labels[0] != labels[1]
+
+
+def test_the_comparison_is_of_the_pruned_run_against_its_twin(digits, tmp_path):
+    pruned, dense = train_against_dense(quick(), digits, tmp_path)
+    found = json.loads((tmp_path / "against_dense.json").read_text())
+    assert found["seconds_ratio"] == pytest.approx(pruned.seconds / dense.seconds)
+    assert found["accuracy_difference"] == pytest.approx(pruned.test_accuracy - dense.test_accuracy)
+    assert found["loss_difference"] == pytest.approx(pruned.test_loss - dense.test_loss)
+    assert found["training_macs_ratio"] == pruned.training_macs_ratio < 1
+    with pytest.raises(RunError, match="dense itself"):
+        train_against_dense(quick(log_gamma=None), digits, tmp_path / "other")
+
+
+def test_a_pair_stopped_before_the_twins_first_checkpoint_is_resumed(digits, tmp_path):
+    whole = train_against_dense(quick(), digits, tmp_path / "whole")
+
+    def stop(run, folder):
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train_against_dense(quick(), digits, tmp_path / "pair", note=stop)
+    assert not (tmp_path / "pair" / "dense" / "checkpoint.pt").exists()
+    resumed = train_against_dense(quick(), digits, tmp_path / "pair", resume=True)
+    assert [r.test_loss for r in resumed] == [r.test_loss for r in whole]
+
+
+def test_a_run_that_is_replaced_takes_its_twin_and_its_curves_with_it(digits, tmp_path):
+    train_against_dense(quick(), digits, tmp_path / "run")
+    (tmp_path / "run" / "tensorboard").mkdir()
+    train(quick(), digits, tmp_path / "run", overwrite=True, worth=False)
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert not names & {"dense", "tensorboard", "against_dense.json", "worth.csv"}
 
 
 def test_the_dense_twin_sees_the_same_data_and_is_the_dense_run(digits, tmp_path):

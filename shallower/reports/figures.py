@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from itertools import cycle, takewhile
+from itertools import takewhile
+from textwrap import wrap
 from typing import Any, ParamSpec
 
 try:
@@ -145,7 +146,7 @@ def _box(axes: Axes, x: float, y: float, text: str, *, alive: bool) -> None:
 @styled
 def parameters_figure(runs: Sequence[Record]) -> Figure:
     """Parameters alive over time, one line for each run, as a share of the network before pruning."""
-    figure, axes = _axes("epoch", "parameters, % of dense", legend=len(groups(runs)))
+    figure, axes = _axes("epoch", "parameters, % of dense", legend=_lines(runs))
     for run, colour in _coloured(runs):
         share = [100 * value / run.cost.params for value in run.column("params") or []]
         axes.plot([0, *run.epochs], [100, *share], color=colour, lw=1.4)
@@ -161,7 +162,8 @@ def load_figure(runs: Sequence[Record]) -> Figure:
 
     One run shows all three ways to count it, several the paper's way and what really ran.
     """
-    figure, axes = _axes("epoch", "training load, % of dense", legend=len(groups(runs)) + 2)
+    runs = [run for run in runs if run.column("load_survivors")]
+    figure, axes = _axes("epoch", "training load, % of dense", legend=_lines(runs) + 2)
     last = max(run.recipe.epochs for run in runs)
     for epochs in sorted({run.recipe.epochs for run in runs}):
         axes.plot([0, epochs], [0, 100], color=FAINT, ls="--", lw=1.2, label="dense")
@@ -199,7 +201,7 @@ def survivors_figure(runs: Sequence[Record]) -> Figure:
         names = [cost.name for cost in some[0].cost.blocks]
         counts = [sum(block not in run.removed for run in some) for block in names]
         axes.bar(range(len(names)), counts, color=colours[name], width=0.8)
-        axes.set_title(name, wrap=True)
+        axes.set_title(folded(name))
         axes.set_ylabel(f"runs of {len(some)}")
         axes.set_ylim(0, len(some) * 1.05)
         axes.set_xlim(-0.7, len(names) - 0.3)
@@ -247,7 +249,7 @@ def front_figure(runs: Sequence[Record]) -> Figure:
     done = [run for run in runs if run.result is not None]
     tasks = list(dict.fromkeys(run.recipe.task for run in done))
     figure = Figure(
-        figsize=(WIDTH, 0.9 + 2.6 * max(len(tasks), 1) + 0.18 * len(groups(done))), layout="constrained"
+        figsize=(WIDTH, 0.9 + 2.6 * max(len(tasks), 1) + 0.2 * _lines(done)), layout="constrained"
     )
     for place, task in enumerate(tasks, start=1):
         axes = figure.add_subplot(len(tasks), 1, place)
@@ -256,10 +258,10 @@ def front_figure(runs: Sequence[Record]) -> Figure:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
         some = [(run, colour) for run, colour in _coloured(runs) if run in done and run.recipe.task == task]
-        axes.set_ylabel("test accuracy, %" if _score(some[0][0])[1] else "test RMSE")
+        axes.set_ylabel("test accuracy, %" if _score(some[0][0])[1] else "test RMSE (less is better)")
         for run, colour in some:
             axes.plot(run.macs, _score(run)[0], "o", color=colour, alpha=0.75, ms=6, mec="white", mew=0.6)
-        for colour, spot in {colour: _printed(run) for run, colour in some}.items():
+        for colour, spot in {run.label: (colour, _printed(run)) for run, colour in some}.values():
             if spot is not None:
                 axes.plot(*spot, "*", color=colour, ms=12, mfc="white")
         axes.margins(0.12)
@@ -298,7 +300,7 @@ def _ticks(names: Sequence[str]) -> tuple[str, FuncFormatter]:
 
 def _axes(xlabel: str, ylabel: str, *, legend: int = 1) -> tuple[Figure, Axes]:
     """One panel, with room for `legend` lines below it."""
-    figure = Figure(figsize=(WIDTH, HEIGHT + 0.18 * legend), layout="constrained")
+    figure = Figure(figsize=(WIDTH, HEIGHT + 0.2 * legend), layout="constrained")
     axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, axes
@@ -306,14 +308,29 @@ def _axes(xlabel: str, ylabel: str, *, legend: int = 1) -> tuple[Figure, Axes]:
 
 def _coloured(runs: Sequence[Record]) -> Iterator[tuple[Record, str]]:
     """A colour for each setting; seeds share it."""
-    colours = dict(zip(groups(runs), cycle(COLOURS), strict=False))
+    names = list(groups(runs))
+    many = matplotlib.colormaps["turbo"]
+    rest = [matplotlib.colors.to_hex(many(k / max(len(names) - 1, 1))) for k in range(len(names))]
+    colours = dict(zip(names, COLOURS if len(names) <= len(COLOURS) else rest, strict=False))
     for run in runs:
         yield run, colours[run.label]
 
 
 def _handles(coloured: Sequence[tuple[Record, str]], **look: Any) -> list[Line2D]:
     names = {run.label: colour for run, colour in coloured}
-    return [Line2D([], [], color=colour, lw=2.5, label=name, **look) for name, colour in names.items()]
+    return [
+        Line2D([], [], color=colour, lw=2.5, label=folded(name), **look) for name, colour in names.items()
+    ]
+
+
+def folded(name: str) -> str:
+    """A long label on several lines, so that it does not push the axes aside."""
+    return "\n".join(wrap(name, 56, break_on_hyphens=False)) or name
+
+
+def _lines(runs: Sequence[Record]) -> int:
+    """The lines that the labels of the runs take in a legend."""
+    return sum(folded(name).count("\n") + 1 for name in groups(runs))
 
 
 def _legend(axes: Axes, runs: Sequence[Record], more: Sequence[Line2D] = ()) -> None:

@@ -14,15 +14,20 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 
 import shallower
 from shallower.files import atomic, write_text
+from shallower.ledger import WHOLE
 from shallower.reports import figures
 from shallower.reports.costs import NetworkCost
 from shallower.reports.figures import Figure, matplotlib
 from shallower.reports.runs import Record, groups
 from shallower.reports.table import cells, rows_by_label
-from shallower.training.result import versions
 
 Item = TypeVar("Item", Figure, str)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser itself lets nothing out
+AGAINST = {
+    "seconds_ratio": "training seconds, of the twin's",
+    "accuracy_difference": "test accuracy less the twin's, points",
+    "loss_difference": "test loss less the twin's",
+}
 OPEN = 3  # with more runs than this, only the first is unfolded
 PARTS = {
     "theta": "The rate of every block over time: blocks that earn their keep rise, the others go.",
@@ -185,6 +190,17 @@ def _facts(run: Record) -> list[list[str]]:
         rows.append(["test accuracy, %", "", f"{last:.2f}"])
     if loss is not None:
         rows.append(["test loss", "", f"{loss[-1] if run.result is None else run.result.test_loss:.4f}"])
+    if run.result is not None and run.result.test_rmse is not None:
+        rows.append(["test RMSE", "", f"{run.result.test_rmse:.4f}"])
+    for name, text in AGAINST.items():
+        if run.against_dense.get(name) is not None:
+            rows.append(
+                [
+                    text,
+                    "",
+                    f"{run.against_dense[name]:+.4g}" if "diff" in name else f"{run.against_dense[name]:.3f}",
+                ]
+            )
     for name in ("data", "training", "pruner", "evaluation"):
         seconds = run.column(f"seconds_{name}")
         if seconds is not None:
@@ -212,13 +228,14 @@ def _costs(runs: Sequence[Record]) -> list[str]:
             gone.append(kept == 0)
         rest = cost.params - sum(b.params for b in cost.blocks), cost.macs - sum(b.macs for b in cost.blocks)
         rows.append(["everything else", "", *_shares(*rest, cost), ""])
+        rows.append([WHOLE, "", *_shares(cost.params, cost.macs, cost), ""])
         if measured:
             head[-1:-1] = ["kept for backward, bytes a sample", "ms a batch"]
             for row in rows:
                 found = measured.get(row[0])
                 row[-1:-1] = [f"{found.activations:,}", f"{1e3 * found.seconds:.3f}"] if found else ["", ""]
         text.append(f"<details{' open' if not text else ''}><summary>{escape(name)}</summary>")
-        text.append(_table(head, rows, gone=[*gone, False], kind="costs") + "</details>")
+        text.append(_table(head, rows, gone=gone, kind="costs") + "</details>")
     return text
 
 
@@ -236,8 +253,11 @@ def _recipes(runs: Sequence[Record]) -> list[str]:
         ]
         seeds = ", ".join(str(run.seed) for run in some)
         rows = [["seeds", seeds], ["folders", ", ".join(str(run.folder) for run in some)], *rows]
-        used = next((run.result.versions for run in some if run.result is not None), versions())
-        rows += [[f"version of {what}", version] for what, version in used.items()]
+        results = [run.result for run in some if run.result is not None]
+        for kind in ("machine", "versions"):  # runs of one setting may have been made in several places
+            for what in dict.fromkeys(key for r in results for key in getattr(r, kind)):
+                values = dict.fromkeys(str(getattr(r, kind).get(what)) for r in results)
+                rows.append([f"{kind}: {what}", ", ".join(values)])
         text.append(f"<details{' open' if not text else ''}><summary>{escape(name)}</summary>")
         text.append(_table(("field", "value"), rows, kind="texts") + "</details>")
     return text

@@ -14,7 +14,7 @@ from shallower.ledger import STEP, BlockCost
 from shallower.pruner import Removal
 from shallower.recipes import RECIPES, Paper, Recipe, label
 from shallower.reports.costs import NetworkCost, network_cost
-from shallower.training.result import Result
+from shallower.training.result import COMPARISON, Result
 from shallower.worth import Worth
 
 Row = dict[str, float | None]
@@ -39,6 +39,7 @@ class Record:
     events: list[Removal]
     costs: list[BlockCost]
     worth: list[Worth]
+    against_dense: dict[str, Any]  # the ratios to the dense twin, if it was trained beside
     result: Result | None
 
     @property
@@ -61,15 +62,21 @@ class Record:
 
     @property
     def removed(self) -> set[str]:
+        if self.result is not None:
+            return {block.name for block in self.cost.blocks} - set(self.result.survivors)
         return {event.block for event in self.events}
 
     @property
     def params(self) -> int:
         """Of the network as it is now."""
+        if self.result is not None:
+            return self.result.params
         return int(self.metrics[-1]["params"] or 0) if self.metrics else self.cost.params
 
     @property
     def macs(self) -> int:
+        if self.result is not None:
+            return self.result.macs
         return int(self.metrics[-1]["macs"] or 0) if self.metrics else self.cost.macs
 
     @property
@@ -108,15 +115,23 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for place in map(Path, places):
         if not place.exists():
-            raise FolderError(f"There is no {place}.")
-        runs = sorted(file.parent for file in place.rglob("recipe.json"))
+            raise FolderError(
+                f"There is no {place}: give the folder of a run, or one with runs below it, as `runs`."
+            )
+        runs = sorted(file.parent for file in place.resolve().rglob("recipe.json"))
         if not runs:
             raise FolderError(
                 f"No run lies in or below {place}: none of its folders has a recipe.json. "
                 f"`shallower train RECIPE --out {place}` makes one."
             )
-        found |= dict.fromkeys(runs)
+        found |= dict.fromkeys(_near(run) for run in runs)
     return list(found)
+
+
+def _near(folder: Path) -> Path:
+    """A path as a person would write it, the same however the run was named."""
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
 def load_run(folder: str | Path) -> Record:
@@ -142,6 +157,7 @@ def load_run(folder: str | Path) -> Record:
         events=_events(folder / "events.jsonl") if (folder / "metrics.csv").exists() else [],
         costs=_rows(folder / "costs.csv", BlockCost),
         worth=_rows(folder / "worth.csv", Worth) if file.is_file() else [],
+        against_dense=_json(folder / COMPARISON) if (folder / COMPARISON).is_file() else {},
         result=_valid(Result, _json(file), file) if file.is_file() else None,
     )
 

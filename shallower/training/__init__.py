@@ -1,7 +1,17 @@
 """Train and prune a network after a recipe, in a folder that can be resumed at any step."""
 
 from shallower.training.loop import Interrupted, Note, train, train_against_dense
-from shallower.training.result import Result
+from shallower.training.result import Result, compare
 from shallower.training.run import Machine, Run, RunError
 
-__all__ = ["Interrupted", "Machine", "Note", "Result", "Run", "RunError", "train", "train_against_dense"]
+__all__ = [
+    "Interrupted",
+    "Machine",
+    "Note",
+    "Result",
+    "Run",
+    "RunError",
+    "compare",
+    "train",
+    "train_against_dense",
+]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +17,13 @@ import torch
 from shallower import store
 from shallower.data import Task
 from shallower.files import write_csv, write_text
-from shallower.ledger import block_costs, count_macs, count_parameters
+from shallower.ledger import block_costs, count_macs, count_parameters, synchronize
 from shallower.pruner import Pruner
 from shallower.recipes import Recipe, label
-from shallower.training.result import Result, count_layers, evaluate, loss_of, versions
+from shallower.training.result import COMPARISON, Result, compare, count_layers, evaluate, loss_of, versions
 from shallower.training.run import CHECKPOINT, Machine, Run, RunError
-from shallower.worth import Worth, worth
+from shallower.worth import Worth
+from shallower.worth import worth as measure
 
 Report = Callable[[Run, int, float], None]  # the run, its epoch, the mean loss so far
 Note = Callable[[Run, Path], None]  # after each epoch: the run and its folder
@@ -42,15 +44,19 @@ def train(
     overwrite: bool = False,
     report: Report | None = None,
     note: Note | None = None,
+    worth: bool = True,
 ) -> Result:
-    """Run `recipe` on `task` in `folder`, or go on where a stopped run left off, bit for bit."""
+    """Run `recipe` on `task` in `folder`, or go on where a stopped run left off, bit for bit.
+
+    `report` is called now and then in an epoch, `note` after each; `worth` measures what survivors earn.
+    """
     options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
     run = _begin(recipe, task, Path(folder), **options)
     with _stopping() as stop:
         for _ in _epochs(run, Path(folder), stop, report, note):
             pass
     _check_stopped(stop, Path(folder))
-    return _finish(run, Path(folder))
+    return _finish(run, Path(folder), worth=worth)
 
 
 def train_against_dense(
@@ -60,23 +66,28 @@ def train_against_dense(
     *,
     report: Report | None = None,
     note: Note | None = None,
+    worth: bool = True,
     **options: Any,
 ) -> tuple[Result, Result]:
     """`recipe` and its dense twin, epoch by epoch in turn: the same data in the same order, the same machine.
 
     The twin's run is in `folder/dense`. Returns both results, the pruned one first.
     """
+    if recipe.dense:
+        raise RunError(f"{recipe.name} is dense itself (log_gamma is null); choose a recipe that prunes.")
     folders = Path(folder), Path(folder) / "dense"
-    twin = recipe.model_copy(update={"name": f"{recipe.name}-dense", "log_gamma": None})
-    runs = [
-        _begin(which, task, where, **options) for which, where in zip((recipe, twin), folders, strict=True)
-    ]
+    twin = recipe.model_copy(update={"log_gamma": None})
+    runs = [_begin(recipe, task, folders[0], **options)]
+    if options.get("resume") and not (folders[1] / CHECKPOINT).exists():  # stopped before the twin's first
+        options = {**options, "resume": False, "overwrite": True}
+    runs.append(_begin(twin, task, folders[1], **options))
     with _stopping() as stop:
         turns = [_epochs(run, where, stop, report, note) for run, where in zip(runs, folders, strict=True)]
         for _ in zip_longest(*turns):
             pass
     _check_stopped(stop, folders[0])
-    pruned, dense = (_finish(run, where) for run, where in zip(runs, folders, strict=True))
+    pruned, dense = (_finish(run, where, worth=worth) for run, where in zip(runs, folders, strict=True))
+    write_text(folders[0] / COMPARISON, json.dumps(compare(pruned, dense), indent=2))
     return pruned, dense
 
 
@@ -97,7 +108,9 @@ def _begin(
     write_text(folder / "recipe.json", json.dumps({"seed": seed, **recipe.model_dump()}, indent=2))
     if run.pruner is not None and not resume:
         batch, _ = next(iter(run.batches("test", recipe.batch_size)))
-        write_csv(folder / "costs.csv", [asdict(row) for row in block_costs(run.pruner, batch)])
+        with run.machine.autocast():
+            costs = block_costs(run.pruner, batch)
+        write_csv(folder / "costs.csv", [asdict(row) for row in costs])
     return run
 
 
@@ -143,8 +156,9 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
         run.optimizer.step()
         run.scheduler.step()
         run.loss += loss.detach()
-        clock.lap("training")
         if run.pruner is not None and run.ledger is not None:
+            synchronize(run.loss.device)  # the pruner would wait for the device, and its clock with it
+            clock.lap("training")
             run.pruner.step(_closure(run, inputs, labels))
             run.ledger.step()
             clock.lap("pruner")
@@ -153,6 +167,7 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
         if stop:
             break
     mean = float(run.loss) / len(run.loader)
+    clock.lap("training")
     if not math.isfinite(mean):
         raise RunError(
             f"The training loss became {mean} in epoch {epoch}. The checkpoint is that of the epoch before; "
@@ -182,9 +197,7 @@ def _note(run: Run, epoch: int, loss: float, test_loss: float, accuracy: float |
         "train_loss": loss,
         "test_loss": test_loss,
         "test_accuracy": accuracy,
-        "blocks": len(run.alive),
-        "params": count_parameters(run.model),
-        "macs": count_macs(run.model, run.example),
+        **_size(run),
         "seconds": round(run.clock.training, 3),
         **{f"seconds_{name}": round(value, 3) for name, value in run.clock.seconds.items()},
     }
@@ -195,13 +208,20 @@ def _note(run: Run, epoch: int, loss: float, test_loss: float, accuracy: float |
         run.rates.append({"epoch": epoch, **run.pruner.thetas})
 
 
-def _finish(run: Run, folder: Path) -> Result:
+def _size(run: Run) -> dict[str, int]:
+    macs = count_macs(run.model, run.example)
+    return {"blocks": len(run.alive), "params": count_parameters(run.model), "macs": macs}
+
+
+def _finish(run: Run, folder: Path, *, worth: bool) -> Result:
     recipe, kind = run.recipe, run.task.kind
-    kept = run.alive
     if run.pruner is not None and not run.pruner.finalized:
         run.pruner.finalize(recipe.threshold)
-        kept = run.alive
-    if run.pruner is not None:
+        run.history[-1] |= _size(run)
+        run.rates[-1] |= run.pruner.thetas
+        run.report(folder)
+    kept = run.alive
+    if run.pruner is not None and worth:
         run.clock.start()
         write_csv(folder / "worth.csv", [asdict(row) for row in _worth(run, run.pruner)])
         run.clock.lap("evaluation")
@@ -234,6 +254,7 @@ def _finish(run: Run, folder: Path) -> Result:
         training_load_ratio=1.0 if load is None else load.survivors / load.dense,
         seconds=run.clock.training,
         seconds_spent=run.clock.seconds,
+        machine={**asdict(run.machine), "device": str(run.machine.where), "threads": torch.get_num_threads()},
         versions=versions(),
     )
     store.save(folder, net, network=recipe.network, options=recipe.options, removed=removed)
@@ -249,7 +270,7 @@ def _worth(run: Run, pruner: Pruner) -> list[Worth]:
         with run.machine.autocast():
             return loss_of(run.task.kind, run.model(batch[0]), batch[1])
 
-    return worth(pruner, batches, loss) if pruner.alive else []
+    return measure(pruner, batches, loss) if pruner.alive else []
 
 
 def _make_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
@@ -270,8 +291,12 @@ def _make_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
             "events.jsonl",
             "costs.csv",
             "worth.csv",
+            COMPARISON,
         ):
             (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+        if (folder / "dense" / "recipe.json").exists():
+            shutil.rmtree(folder / "dense")
     folder.mkdir(parents=True, exist_ok=True)
 
 

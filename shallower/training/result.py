@@ -11,6 +11,8 @@ import shallower
 from shallower.data import Loader
 from shallower.recipes import Recipe
 
+COMPARISON = "against_dense.json"
+
 
 class Result(BaseModel):
     """`result.json`. Pruning ratios count as the paper does, before skips are absorbed."""
@@ -38,12 +40,28 @@ class Result(BaseModel):
     training_load_ratio: float  # the paper's: every survivor at its full cost
     seconds: float  # of training: data, forward and backward passes, pruner
     seconds_spent: dict[str, float]  # the same in parts, and evaluation
+    machine: dict[str, Any] = {}  # device, threads and the like, which seconds depend on
     versions: dict[str, str]
 
     @model_validator(mode="after")
     def _labelled(self) -> "Result":
         self.label = self.label or self.recipe
         return self
+
+
+def compare(pruned: Result, dense: Result) -> dict[str, Any]:
+    """What the paper claims, measured in one run: the pruned network against its dense twin."""
+    accuracies = pruned.test_accuracy, dense.test_accuracy
+    difference = None if None in accuracies else accuracies[0] - accuracies[1]  # type: ignore[operator]
+    return {
+        "training_load_ratio": pruned.training_load_ratio,
+        "training_macs_ratio": pruned.training_macs_ratio,
+        "seconds_ratio": pruned.seconds / dense.seconds,
+        "accuracy_difference": difference,
+        "loss_difference": pruned.test_loss - dense.test_loss,
+        "pruned": pruned.model_dump(),
+        "dense": dense.model_dump(),
+    }
 
 
 def versions() -> dict[str, str]:
