@@ -15,6 +15,7 @@ from shallower.blocks import BlockFinder, choose, unaliased
 from shallower.checks import check_options, check_trainable
 from shallower.compilation import Compiler
 from shallower.estimators import Closure, Estimator, first_order, needs_loss
+from shallower.followers import Follower, check_copy
 from shallower.gate import Gate, attach, detach, retire
 from shallower.graphs import frozen_statistics, replace
 from shallower.hook import BeforeStep
@@ -116,6 +117,7 @@ class Pruner:
         self.num_steps, self.finalized, self.finished = 0, False, False
         self.finalized_at: int | None = None  # the step after which the network was made deterministic
         self._compiler: Compiler | None = None
+        self._followers: list[Follower] = []
         self._before = BeforeStep(
             optimizer, self.gates, self._prunable, grad_scaler=grad_scaler, keep_weights=needs_loss(estimator)
         )
@@ -167,6 +169,20 @@ class Pruner:
         dead = self._remove(self.tolerance)  # (6)
         self._draw()
         return dead
+
+    def follow(self, copy: nn.Module) -> None:
+        """Let a copy of the model lose its blocks with it, as an average of its weights must (EMA):
+
+            ema = AveragedModel(model)
+            pruner.follow(ema.module)
+
+        The copy runs as the mean network until `finalize()`, and is plain after `finish()`, as the model is.
+        """
+        if self.finished:
+            raise RuntimeError("The pruner has finished; copy its model with copy.deepcopy(model).")
+        check_copy(copy, self.model)
+        rates = {name: self.thetas[name] for name in self.gates}
+        self._followers.append(Follower(copy, self.blocks, rates, set(self._unaliased)))
 
     def compile(self, **options: Any) -> None:
         """Compile the gated blocks with `torch.compile(..., **options)`, one function for each kind of block.
@@ -242,6 +258,8 @@ class Pruner:
         for name, u, rate in zip(self.names, uniform, self.theta.tolist(), strict=True):
             if (gate := self.gates.get(name)) is not None:
                 gate.xi, gate.rate = u < rate, rate
+                for follower in self._followers:
+                    follower.rate(name, rate)
 
     # -- removal --------------------------------------------------------------------------------------
 
@@ -262,6 +280,8 @@ class Pruner:
         optim.forget(self.optimizer, self._prunable.pop(name))
         replace(self.model, name, self.bypass(name))
         retire(module, name)
+        for follower in self._followers:
+            follower.cut(name)
         self._alive[self.names.index(name)] = 0.0
         self.theta.mul_(self._alive)
 
@@ -292,6 +312,8 @@ class Pruner:
                 module.compile(**self._compiler.options)
             self.theta[self.names.index(name)] = 1.0
         self.gates.clear()
+        for follower in self._followers:
+            follower.ungate()
         self._before.remove()
         self.finalized, self.finalized_at = True, self.num_steps
 
@@ -313,6 +335,8 @@ class Pruner:
             survivors = [self.blocks[name] for name in self.alive]
             removed = [event.block for event in self.events]
             self.absorption = absorb(self.model, removed, survivors, optimizer=self.optimizer)
+            for follower in self._followers:
+                follower.finish(removed, survivors)
             self.finished = True
         return self.model
 
@@ -357,6 +381,8 @@ class Pruner:
             self._ungate()
         for name, gate in self.gates.items():
             gate.xi, gate.rate = name in state["xi"], self.thetas[name]
+            for follower in self._followers:
+                follower.rate(name, gate.rate)
         self.discard()
 
 

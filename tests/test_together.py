@@ -1,0 +1,148 @@
+"""What people train with, all at once: the same estimates as in the plainest loop, and nothing lost."""
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from shallower import Pruner, Residual, flip
+
+N = 200
+
+
+class Net(nn.Module):
+    """A stem, four residual blocks, each checkpointed if it is so wished, and a head."""
+
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.stem, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(
+            Residual(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))) for _ in range(4)
+        )
+
+    def forward(self, x):
+        z = self.stem(x)
+        for block in self.blocks:
+            z = checkpoint(block, z, use_reentrant=False) if self.checkpointed else block(z)
+        return self.head(z)
+
+
+def run(*, accumulate=1, scaled=False, checkpointed=False, averaged=False, clip=None, estimator=None):
+    """Twelve steps; theta learns by plain SGD, so that it adds the estimates up as they are."""
+    torch.manual_seed(0)
+    model = Net(checkpointed=checkpointed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    options = {} if estimator is None else {"estimator": estimator}
+    pruner = Pruner(
+        model,
+        optimizer,
+        dataset_size=N,
+        log_gamma=-14.0,
+        theta=0.5,
+        theta_lr=3e-3,
+        theta_optimizer=torch.optim.SGD,
+        grad_scaler=scaler if scaled else None,
+        **options,
+    )
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if averaged else None
+    if ema is not None:
+        pruner.follow(ema.module)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        x = torch.randn(16, 5, generator=generator)
+        y = (x[:, 0] * x[:, 1] > 0).long()
+        optimizer.zero_grad()
+        for a, b in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
+            scaler.scale(F.cross_entropy(model(a), b) / accumulate).backward()
+        scaler.unscale_(optimizer)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+        pruner.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+        if ema is not None:
+            ema.update_parameters(model)
+    return model, pruner, ema
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("estimator", [None, flip])
+def test_every_combination_learns_what_the_plain_loop_learns(clip, estimator):
+    """Accumulation, GradScaler, checkpointing and averaging, each with and without each other."""
+    plain, pruner, _ = run(clip=clip, estimator=estimator)
+    assert 1 <= len(pruner.events) <= 3  # so that the rest is not about a run in which nothing happens
+    for accumulate, scaled, checkpointed, averaged in product((1, 4), *[(False, True)] * 3):
+        model, other, _ = run(
+            accumulate=accumulate,
+            scaled=scaled,
+            checkpointed=checkpointed,
+            averaged=averaged,
+            clip=clip,
+            estimator=estimator,
+        )
+        assert [(e.step, e.block) for e in other.events] == [(e.step, e.block) for e in pruner.events]
+        assert other.theta.tolist() == pytest.approx(pruner.theta.tolist(), rel=1e-3, abs=1e-5)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_an_average_of_the_weights_loses_the_same_blocks_and_is_the_same_mean_network():
+    model, pruner, ema = run(averaged=True)
+    assert [n for n, _ in ema.module.named_parameters()] == [n for n, _ in model.named_parameters()]
+    gone = pruner.events[0].block
+    assert not list(ema.module.get_submodule(gone).parameters())
+    x = torch.randn(6, 5)
+    ema.module.load_state_dict(model.state_dict())
+    assert torch.equal(ema.module.eval()(x), model.eval()(x))  # xi replaced by theta in both
+    pruner.finalize(0.3)
+    ema.update_parameters(model)
+    ema.module.load_state_dict(model.state_dict())
+    net = pruner.finish()
+    assert torch.equal(ema.module.eval()(x), net.eval()(x))
+    assert not any("shallower" in key for m in ema.module.modules() for key in vars(m))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_copy_made_before_or_after_gating_follows(gated):
+    torch.manual_seed(0)
+    model = Net(checkpointed=False)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pruner = Pruner(model, optimizer, dataset_size=N, log_gamma=-5.0, theta=0.25)
+    twin = copy.deepcopy(model) if gated else twin
+    pruner.follow(twin)
+    x = torch.randn(6, 5)
+    assert torch.equal(twin.eval()(x), model.eval()(x))
+
+
+def test_the_average_of_a_resumed_run_follows_from_where_it_was():
+    _, pruner, ema = run(averaged=True)
+    torch.manual_seed(0)
+    fresh = Net(checkpointed=False)
+    twin = copy.deepcopy(fresh)
+    optimizer = torch.optim.SGD(fresh.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    again = Pruner(fresh, optimizer, dataset_size=N, log_gamma=-5.0, theta_optimizer=torch.optim.SGD)
+    again.follow(twin)
+    again.load_state_dict(pruner.state_dict())
+    twin.load_state_dict(ema.module.state_dict())
+    x = torch.randn(6, 5)
+    assert torch.equal(twin.eval()(x), ema.module.eval()(x))
+
+
+def test_what_is_no_copy_is_refused():
+    model, pruner, _ = run()
+    with pytest.raises(ValueError, match="the model itself"):
+        pruner.follow(model)
+    with pytest.raises(ValueError, match="these parameters differ"):
+        pruner.follow(Net(checkpointed=False))
+    pruner.finalize(0.3)
+    pruner.finish()
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        pruner.follow(copy.deepcopy(model))
