@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test check format clean
+.PHONY: demo test bench check format clean
 
 demo: $(VENV)/.installed
 	$(RUN)/python examples/digits.py
 
 test: $(VENV)/.installed check
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
+
+bench: $(VENV)/.installed
+	$(RUN)/pip install --quiet --no-deps torch-pruning
+	$(RUN)/python benchmarks/run.py
 
 check: $(VENV)/.installed
 	$(RUN)/ruff check .

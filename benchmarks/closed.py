@@ -1,0 +1,85 @@
+"""Steps with a share of the gates closed, against the ideal line. Bound: 1.05.
+
+The ideal runs the open blocks natively, forward and backward, and the branches of the closed ones forward
+only, for their estimates. So it has no gates, no draws and no pruner.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from side_by_side import compare, verdict
+from torch import Tensor, nn
+
+from shallower import Pruner, find_blocks, models
+from shallower.graphs import replace
+
+THREADS, BATCH, PAIRS = 1, 16, 12
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=1e-4)
+
+
+def step(model: nn.Module, inputs: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+
+
+def idle_branches(model: nn.Module, names: list[str], inputs: Tensor) -> list[tuple[nn.Module, Tensor]]:
+    """The branches of the closed blocks, with what they read."""
+    found: list[tuple[nn.Module, Tensor]] = []
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found.append((module.branch, args[0].detach()))
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(keep) for name in names]
+    with torch.no_grad():
+        model(inputs)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def case(share: float) -> tuple[Callable[[], None], Callable[[], None]]:
+    torch.manual_seed(0)
+    model, inputs, labels = models.resnet56(), torch.randn(BATCH, 3, 32, 32), torch.randint(0, 10, (BATCH,))
+    blocks = find_blocks(model)
+    closed = [b.name for k, b in enumerate(blocks) if int((k + 1) * share) > int(k * share)]
+    ideal = copy.deepcopy(model)
+    idle = idle_branches(ideal, closed, inputs)
+    for block in blocks:
+        if block.name in closed:
+            replace(ideal, block.name, block.bypass(ideal.get_submodule(block.name)))
+    ours, theirs = optimizer_of(model), optimizer_of(ideal)
+    pruner = Pruner(model, ours, dataset_size=50_000, log_gamma=-1.0, theta=0.5, theta_lr=1e-12)
+
+    def gated() -> None:
+        for name, gate in pruner.gates.items():
+            gate.xi = name not in closed
+        step(model, inputs, labels, ours)
+        pruner.step()
+
+    def plain() -> None:
+        step(ideal, inputs, labels, theirs)
+        with torch.no_grad():
+            for branch, z in idle:
+                branch(z)
+
+    return gated, plain
+
+
+def main() -> None:
+    torch.set_num_threads(THREADS)
+    rows = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        ratio, base = compare(*case(share), pairs=PAIRS, warm=1)
+        what = f"closed, ResNet-56, {100 * share:.0f} % of the gates"
+        rows.append((what, f"{ratio} of {1e3 * base:.0f} ms", "1.05", ratio.median <= 1.05))
+    verdict(rows)
+
+
+if __name__ == "__main__":
+    main()
