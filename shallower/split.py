@@ -289,15 +289,33 @@ def linear_parameters(module: nn.Module, block: Block) -> list[Owned]:
     Dropout, pooling and ReLU may follow the map: what does is homogeneous of degree one, so the output is so
     in the map's parameters. An empty list means that it is not plain from the types.
     """
-    value = next(node for node in block.branch.nodes if node.op == "output").args[0]
+    leaf = _last_affine(module, block.branch)
+    return [] if leaf is None else _once(module, block, leaf)
+
+
+def _last_affine(module: nn.Module, graph: fx.Graph) -> nn.Module | None:
+    """The affine layer that `graph` over `module` ends in, but for what is homogeneous."""
+    value = next(node for node in graph.nodes if node.op == "output").args[0]
     while isinstance(value, fx.Node) and value.op == "call_module":
         for leaf in reversed(list(_leaves(module.get_submodule(str(value.target))))):
             if type(leaf) in AFFINE:
-                return _once(module, block, leaf)
+                return leaf
             if type(leaf) not in HOMOGENEOUS:
-                return []
+                return _last_affine_inside(leaf)
         value = value.all_input_nodes[0]
-    return []
+    return None
+
+
+def _last_affine_inside(module: nn.Module) -> nn.Module | None:
+    """The same for a module of its author's own, as attention is one, if its forward can be followed."""
+    try:
+        graph, _ = trace_modes(module, OwnForward)
+    except Untraceable:
+        return None
+    leaf = _last_affine(module, graph)
+    used = [id(p) for _, p in uses(module, graph)]
+    once = leaf is not None and all(used.count(id(p)) == 1 for p in leaf.parameters())
+    return leaf if once else None
 
 
 def _once(module: nn.Module, block: Block, leaf: nn.Module) -> list[Owned]:

@@ -593,3 +593,34 @@ def test_a_branch_that_is_not_linear_in_its_last_parameters_ends_in_none() -> No
     assert last(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))) == []
     assert last(Scale(2)) == []
     assert last(LambdaLayer(torch.tanh)) == []
+
+
+class Attention(nn.Module):
+    """Attention of its author's own; `twice` uses its last layer for the values, too."""
+
+    def __init__(self, *, twice: bool = False, scaled: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out, self.drop = nn.Linear(4, 12), nn.Linear(4, 4), nn.Dropout(0.0)
+        self.twice, self.scaled = twice, scaled
+
+    def forward(self, z: Tensor) -> Tensor:
+        q, k, v = self.qkv(z).chunk(3, dim=-1)
+        mixed = F.scaled_dot_product_attention(q, k, self.out(v) if self.twice else v)
+        found = self.drop(self.out(mixed))
+        return found * 0.5 if self.scaled else found
+
+
+def test_a_module_of_its_authors_own_ends_in_its_last_layer() -> None:
+    own = Attention()
+    nested = nn.Sequential(nn.LayerNorm(4), own, nn.ReLU())
+    assert (
+        [id(p) for p in last(own)] == [id(p) for p in last(nested)] == [id(own.out.weight), id(own.out.bias)]
+    )
+    assert last(Attention(twice=True)) == []  # quadratic in the last layer
+    assert last(Attention(scaled=True)) == []  # homogeneous, but not plain from the types
+    assert last(nn.Sequential(own, own)) == []
+    branch = own(torch.randn(2, 3, 4))
+    (branch * branch.detach().cos()).sum().backward()
+    by_hand = (branch * branch.detach().cos()).sum()
+    euler = sum((p.grad * p).sum() for p in last(own))
+    torch.testing.assert_close(euler, by_hand)
