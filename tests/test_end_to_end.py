@@ -11,6 +11,7 @@ import torch
 import shallower
 from shallower import data
 from shallower.data import cifar
+from shallower.data import folder as folders
 from shallower.recipes import RECIPES, recipe
 from shallower.training import Interrupted, train
 
@@ -54,6 +55,7 @@ def loaded(place, monkeypatch):
     ):
         sums = {f.name: digest(f.read_bytes()).hexdigest() for f in (place / folder).iterdir()}
         monkeypatch.setattr(cifar, name, replace(getattr(cifar, name), files=sums))
+    monkeypatch.setitem(folders.FolderBatches.__init__.__kwdefaults__, "size", 64)  # ImageNet's 224 take long
     return lambda task: data.load(task, place, download=False)
 
 
