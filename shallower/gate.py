@@ -11,7 +11,6 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ class Gate:
         self._opened = False  # a training forward of the open block has run since the last step
         self._handles: list[RemovableHandle] = []
         if self.last and self.watching:
-            self._handles = [p.register_hook(partial(self._read, p)) for _, _, p in self.last]
+            self._handles = [p.register_hook(self._reader(p)) for _, _, p in self.last]
 
     def compile(self, compiler: Compiler) -> None:
         """Run the block, and its branch where that runs alone, as compiled functions.
@@ -117,11 +116,24 @@ class Gate:
                 return False
         return bool(self.last)
 
-    def _read(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """A hook of the backward pass: the weights have not moved yet, and nothing has been clipped."""
-        if self._opened and self.xi:
-            weights = parameter.detach() if torch.is_grad_enabled() else parameter
-            self.credits.append(inner(gradient, weights))  # (3)
+    def _reader(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        """A hook of the backward pass: the weights have not moved yet, and nothing has been clipped.
+
+        It runs once for each parameter and step, so it does without attributes and calls where it can.
+        """
+        credits, dot, plain = self.credits, torch.dot, parameter.dtype == torch.float32
+
+        def read(gradient: Tensor) -> None:
+            if not (self.xi and self._opened):
+                return
+            if torch.is_grad_enabled():  # a backward pass that is itself differentiated
+                credits.append(inner(gradient, parameter.detach()))
+            elif plain and gradient.is_contiguous() and parameter.is_contiguous():
+                credits.append(dot(gradient.view(-1), parameter.view(-1)))  # (3)
+            else:
+                credits.append(inner(gradient, parameter))
+
+        return read
 
     # -- running --------------------------------------------------------------------------------------
 

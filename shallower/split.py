@@ -308,6 +308,8 @@ def _last_affine(module: nn.Module, graph: fx.Graph) -> nn.Module | None:
 
 def _last_affine_inside(module: nn.Module) -> nn.Module | None:
     """The same for a module of its author's own, as attention is one, if its forward can be followed."""
+    if not any(type(child) in AFFINE for child in module.modules()):
+        return None
     try:
         graph, _ = trace_modes(module, OwnForward)
     except Untraceable:
