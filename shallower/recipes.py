@@ -154,10 +154,10 @@ _CNN: dict[str, Any] = {
     "network": "cnn",
     "fixed_layers": 1,
     "log_gamma": -50.0,
-    "theta": 0.3,
+    "theta": 0.2,
     "theta_lr": 2e-3,
     "departs": (
-        "theta starts at 0.3 and learns at 2e-3, pooling right after stem and transition; "
+        "theta starts at 0.2 and learns at 2e-3, pooling right after stem and transition; "
         "the block is z + relu(W z + b)"
     ),
 }

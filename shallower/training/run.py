@@ -1,5 +1,6 @@
 """All that a run is made of, built from a recipe; saved and resumed as one."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -116,7 +117,7 @@ class Run:
             theta=recipe.theta,
             theta_lr=recipe.theta_lr,
             tolerance=recipe.tolerance,
-            seed=self.seed,
+            seed=_seed_of_draws(self.seed),
         )
 
     def _compile(self) -> None:
@@ -186,6 +187,11 @@ class Run:
             write_text(
                 folder / "events.jsonl", "".join(json.dumps(asdict(e)) + "\n" for e in self.pruner.events)
             )
+
+
+def _seed_of_draws(seed: int) -> int:
+    """Another than that of the initial weights, which would be drawn from the very same numbers."""
+    return int.from_bytes(hashlib.blake2b(f"draws/{seed}".encode(), digest_size=7).digest(), "big")
 
 
 def _network(recipe: Recipe) -> nn.Module:
