@@ -17,6 +17,7 @@ from shallower import data
 from shallower.recipes import RECIPES, Recipe, RecipeError, recipe
 from shallower.reports import (
     Record,
+    check_section,
     format_table,
     histogram_table,
     load_runs,
@@ -28,7 +29,7 @@ from shallower.reports import (
 from shallower.reports.costs import network_cost
 from shallower.reports.live import following
 from shallower.reports.table import FORMATS
-from shallower.reproduce import place, reproduce_all
+from shallower.reproduce import kept_at, reproduce_all
 from shallower.training import (
     Interrupted,
     Machine,
@@ -66,6 +67,9 @@ def _plain_errors() -> Iterator[None]:
     except Interrupted as stop:
         err.print(str(stop), highlight=False, markup=False)
         raise typer.Exit(130) from stop
+    except KeyboardInterrupt as stop:
+        err.print("Stopped.", highlight=False)
+        raise typer.Exit(130) from stop
     except (RecipeError, RunError, data.DataError, ValueError, OSError, ImportError) as error:
         err.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
@@ -83,6 +87,16 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
         except json.JSONDecodeError:
             found[key.strip()] = value
     return found
+
+
+def _section(into: str) -> tuple[Path, str]:
+    path, colon, section = into.rpartition(":")
+    if not colon:
+        raise RunError(
+            f"Found --into {into!r}; it takes FILE:SECTION, as in --into docs/results.md:mnist-fc."
+        )
+    check_section(Path(path), section)
+    return Path(path), section
 
 
 def _chosen(name: str, sets: list[str] | None, epochs: int | None) -> Recipe:
@@ -174,7 +188,8 @@ def reproduce(
 ) -> None:
     """Run recipes over several seeds and print the paper's table; finished runs are not run again."""
     with _plain_errors():
-        chosen = [_chosen(name, set_, epochs) for name in names]
+        chosen = [_chosen(name, set_, epochs) for name in dict.fromkeys(names)]
+        target = None if into is None else _section(into)
         for task in {row.task for row in chosen}:
             data.load(task, data_dir)
         flags = ["--device", device, *["--bf16"] * bf16, *["--channels-last"] * channels_last]
@@ -182,11 +197,11 @@ def reproduce(
         flags += [] if epochs is None else ["--epochs", str(epochs)]
         places: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir}
         failed = reproduce_all(chosen, seeds=seeds, jobs=jobs, sets=set_ or [], flags=flags, **places)
-        found = read_results([results / place(row) for row in chosen if (results / place(row)).exists()])
+        kept = [kept_at(results, row, seed) for row in chosen for seed in range(seeds)]
+        found = read_results(file for file in kept if file.exists())
         print(json.dumps([r.model_dump() for r in found]) if as_json else markdown_table(found))
-        if into is not None:
-            path, _, section = into.rpartition(":")
-            write_section(Path(path), section, f"{markdown_table(found)}\n{histogram_table(found)}")
+        if target is not None:
+            write_section(*target, f"{markdown_table(found)}\n{histogram_table(found)}")
         if failed:
             raise RunError(f"{len(failed)} runs failed: {', '.join(failed)}; each folder has a log.txt.")
 
@@ -227,6 +242,8 @@ def inspect(
         out.print(
             f"{len(blocks)} blocks can be pruned: {share[0]:.1f} % of parameters, {share[1]:.1f} % of MACs"
         )
+        if RECIPES[name].departs:
+            out.print(f"departs from the printed settings: {RECIPES[name].departs}", highlight=False)
 
 
 @app.command("report")

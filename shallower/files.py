@@ -18,8 +18,19 @@ def atomic(path: Path) -> Iterator[Path]:
         with part.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(part, path)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{path} could not be written ({error.strerror or error}) and is as it was before. Make room or "
+            "give leave to write there, then go on; a run goes on with --resume",
+        ) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes | memoryview) -> None:
+    with atomic(path) as part:
+        part.write_bytes(data)
 
 
 def write_text(path: Path, text: str) -> None:

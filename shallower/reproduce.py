@@ -35,15 +35,11 @@ def reproduce_all(
     """
     words = ["--threads", "1", *flags, *(part for pair in sets for part in ("--set", pair))]
     words += ["--data-dir", str(data_dir)] if data_dir else []
-    every = [
-        (recipe, seed, results / place(recipe) / f"seed{seed}.json")
-        for seed in range(seeds)
-        for recipe in chosen
-    ]
+    every = [(recipe, seed, kept_at(results, recipe, seed)) for seed in range(seeds) for recipe in chosen]
     for recipe, seed, kept in every:
         for file in (kept, runs / place(recipe) / f"seed{seed}" / "result.json"):
             if file.exists():
-                _check(file, recipe)
+                _check(file, recipe, flags)
     todo = [job for job in every if not job[2].exists()]
 
     def one(job: tuple[Recipe, int, Path]) -> str | None:
@@ -66,10 +62,17 @@ def place(recipe: Recipe) -> str:
     return re.sub(r"[^\w.=+-]+", "_", label(recipe))
 
 
-def _check(kept: Path, recipe: Recipe) -> None:
+def kept_at(results: Path, recipe: Recipe, seed: int) -> Path:
+    """Where the result of a run is kept."""
+    return results / place(recipe) / f"seed{seed}.json"
+
+
+def _check(kept: Path, recipe: Recipe, flags: Sequence[str]) -> None:
     """A result of the same name may be of an older recipe, and must not pass for one of this."""
-    found = json.loads(kept.read_text()).get("settings", {})
-    other = [f"{k}={found.get(k)} (now {v})" for k, v in recipe.settings.items() if found.get(k) != v]
+    result = json.loads(kept.read_text())
+    found = {**result.get("settings", {}), "bf16": result.get("machine", {}).get("bf16", False)}
+    now = {**recipe.settings, "bf16": "--bf16" in flags}
+    other = [f"{k}={found.get(k)} (now {v})" for k, v in now.items() if found.get(k) != v]
     if other:
         raise ValueError(
             f"{kept} was made with other settings: {', '.join(other)}. Remove it, or keep the results of "

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as dump
 from torch import nn
 
 from shallower import models
 from shallower.absorption import absorb
 from shallower.blocks import find_blocks
-from shallower.files import atomic, write_text
+from shallower.files import write_bytes, write_text
 from shallower.graphs import replace
 
 WEIGHTS, STRUCTURE, VERSION = "model.safetensors", "structure.json", 1
@@ -32,8 +33,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     structure = {"version": VERSION, "network": network, "options": options, "removed": list(removed)}
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
-    with atomic(folder / WEIGHTS) as path:
-        save_file(state, path)
+    write_bytes(folder / WEIGHTS, dump(state))
     write_text(folder / STRUCTURE, json.dumps(structure, indent=2))
 
 

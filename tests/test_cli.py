@@ -111,13 +111,37 @@ def test_a_result_of_another_setting_never_passes_for_one_of_this(tmp_path, monk
     assert "decay=0.15 (now 0.3)" in shown.stderr.replace("\n", " ")
 
 
+def test_the_table_is_of_the_seeds_that_were_asked_for_each_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("reproduce", "digits", "--seeds", "1", *QUICK).exit_code == 0
+    (kept,) = (tmp_path / "results").rglob("seed0.json")
+    (kept.parent / "seed7.json").write_text(kept.read_text())
+    shown = run("reproduce", "digits", "digits", "--seeds", "1", *QUICK)
+    assert "finalize_epoch=1 | 1 |" in shown.stdout
+
+
+def test_a_place_for_the_table_is_looked_for_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.md").write_text("# nothing")
+    for into, message in (("a.md", "FILE:SECTION"), ("a.md:x", "<!-- x -->"), ("b.md:x", "<!-- x -->")):
+        shown = run("reproduce", "digits", "--seeds", "1", *QUICK, "--into", into)
+        assert (shown.exit_code, message in shown.stderr) == (2, True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_inspect_names_what_does_not_fit_and_what_departs():
+    shown = run("inspect", "mnist-fc10", "--set", 'options={"dept": 3}')
+    assert (shown.exit_code, "do not fit fc on mnist" in shown.stderr) == (2, True)
+    assert "departs from the printed settings: theta starts at 0.1" in run("inspect", "mnist-fc10").stdout
+
+
 def test_a_run_that_fails_is_named_with_its_log(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = run("reproduce", "digits", "--seeds", "1", "--set", "optimizer=sgd", "--set", "lr=1e9")
     assert shown.exit_code == 2
     assert "digits_optimizer=sgd_lr=1e+09 seed 0" in shown.stderr.replace("\n", " ")
     (log,) = (tmp_path / "runs").rglob("log.txt")
-    assert log.read_text()
+    assert log.read_text().startswith("error: In epoch 0")
 
 
 def test_a_missing_tensorboard_names_its_package(tmp_path, monkeypatch):

@@ -48,7 +48,8 @@ def test_the_printed_settings_of_the_resnets():
 
 def test_any_field_can_be_set():
     row = recipe("mnist-fc10", {"log_gamma": -100, "options": {"depth": 5}, "cosine": True})
-    assert (row.log_gamma, row.options, row.cosine, row.name) == (-100.0, {"depth": 5}, True, "mnist-fc10")
+    options = {"depth": 5, "form": "relu-inside", "gain": 0.3}  # what is not named stays
+    assert (row.log_gamma, row.options, row.cosine, row.name) == (-100.0, options, True, "mnist-fc10")
     assert recipe("mnist-fc10") == RECIPES["mnist-fc10"]
 
 
@@ -61,7 +62,8 @@ def test_any_field_can_be_set():
         ("mnist-fc10", {"log_gamma": 5}, "log_gamma: Input should be less than 0"),
         ("mnist-fc10", {"epochs": "many"}, "epochs: Input should be a valid integer"),
         ("mnist-fc10", {"estimator": "taylor"}, "'first_order' or 'flip'"),
-        ("mnist-fc10", {"epochs": 10}, "finalize_epoch=50 lies behind"),
+        ("mnist-fc10", {"epochs": 10}, "finalize_epoch=50 lies behind.*--epochs 10"),
+        ("cifar10-resnet56-250", {"epochs": 100, "finalize_epoch": 90}, "ramp_epochs=105 are more"),
     ],
 )
 def test_a_wrong_recipe_field_or_value_lists_the_right_ones(name, overrides, message):
@@ -94,3 +96,74 @@ def test_every_recipe_can_be_rescaled(name, epochs):
 def test_no_epochs_at_all_are_refused():
     with pytest.raises(RecipeError, match="at least 1"):
         recipe("digits").rescaled(0)
+
+
+PRINTED = {  # of each family: what the paper prints for all of its rows
+    "mnist-": {
+        "epochs": 60,
+        "batch_size": 64,
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "finetune_lr": 1e-4,
+        "decay": 1.0,
+    },
+    "cifar10-vgg16": {"epochs": 300, "batch_size": 128, "optimizer": "sgd", "lr": 0.01, "decay": 150.0},
+    "cifar10-resnet": {"epochs": 182, "batch_size": 128, "optimizer": "sgd", "lr": 0.1, "decay": 1.5},
+    "cifar100-resnet": {"epochs": 182, "batch_size": 128, "optimizer": "sgd", "lr": 0.1, "decay": 1.5},
+    "imagenet": {"epochs": 90, "batch_size": 256, "optimizer": "adamw", "decay": 25.0},
+}
+PRUNING = {  # and of those that are pruned
+    "mnist-": {"finalize_epoch": 50, "threshold": 1e-3, "tolerance": 0.01, "ramp_epochs": 0},
+    "cifar10-vgg16": {
+        "finalize_epoch": 210,
+        "threshold": 0.1,
+        "theta": 0.75,
+        "theta_lr": 1e-4,
+        "ramp_epochs": 0,
+    },
+    "cifar10-resnet": {
+        "finalize_epoch": 150,
+        "threshold": 0.1,
+        "theta": 0.75,
+        "theta_lr": 1e-4,
+        "ramp_epochs": 105,
+    },
+    "cifar100-resnet": {
+        "finalize_epoch": 150,
+        "threshold": 0.1,
+        "theta": 0.75,
+        "theta_lr": 1e-4,
+        "ramp_epochs": 105,
+    },
+    "imagenet": {"ramp_epochs": 35, "log_gamma": -17_500.0},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith(tuple(PRINTED))])
+def test_every_recipe_has_the_printed_settings(name):
+    (family,) = [start for start in PRINTED if name.startswith(start)]
+    row = RECIPES[name]
+    expected = PRINTED[family] | ({} if row.dense else PRUNING[family])
+    assert {field: getattr(row, field) for field in expected} == expected
+    assert row.cosine == (not name.startswith("mnist-"))
+    assert row.augment == name.startswith("cifar")
+
+
+@pytest.mark.parametrize(
+    ("name", "log_gamma", "figures"),
+    [
+        ("mnist-fc50", -200, (98.25, 0.13, 2.17, 0.40, 84.11, 0.72, None, None)),
+        ("mnist-cnn40", -50, (99.32, 0.07, 3.00, 0.67, 71.34, 2.32, None, None)),
+        ("cifar10-vgg16-1800", -1800, (92.74, None, None, None, 91.55, None, 63.22, None)),
+        ("cifar10-resnet56-800", -800, (92.64, 0.45, 21.6, 2.1, 46.10, 4.94, 62.89, 3.87)),
+        ("cifar10-resnet110-150", -150, (94.25, 0.19, 51.2, 3.2, 44.35, 2.94, 53.97, 2.90)),
+        ("cifar100-resnet56-1400x5", -1400, (70.45, None, 24, None, 52.11, None, 59.22, None)),
+        ("cifar100-resnet110-100", -100, (75.34, None, 80, None, 8.06, None, 27.99, None)),
+        ("imagenet-resnet50", -17500, (74.82, None, None, None, None, None, None, None)),
+    ],
+)
+def test_a_row_of_each_table_stands_as_it_is_printed(name, log_gamma, figures):
+    names = ("accuracy", "layers", "ppr", "fpr")
+    fields = [field for name in names for field in (name, f"{name}_sd")]
+    assert tuple(getattr(RECIPES[name].paper, field) for field in fields) == figures
+    assert RECIPES[name].log_gamma == log_gamma

@@ -5,12 +5,16 @@ import json
 import os
 import signal
 import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import shallower
 from shallower import data
+from shallower.data import Samples
 from shallower.recipes import Recipe, recipe
 from shallower.training import Interrupted, Machine, Result, RunError, loop, train, train_against_dense
 from shallower.training.result import loss_of
@@ -177,10 +181,28 @@ def test_a_regression_reports_its_error(tmp_path):
     assert result.test_rmse == pytest.approx((2 * result.test_loss) ** 0.5)
 
 
-def test_bf16_and_channels_last_train(digits, tmp_path):
-    result = train(quick(epochs=2), digits, tmp_path, machine=Machine("cpu", bf16=True, channels_last=False))
-    assert result.test_accuracy is not None
-    assert result.test_accuracy > 50
+@pytest.mark.parametrize(
+    "machine", [Machine("cpu", bf16=True), Machine("cpu", channels_last=True), Machine("cpu", compile=True)]
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_other_arithmetic_trains_the_same_network_up_to_rounding(digits, tmp_path, machine, monkeypatch):
+    compiled = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    recipe = quick(
+        network="cnn",
+        options={"depth": 10},
+        task="mnist",
+        epochs=1,
+        finalize_epoch=None,
+        theta=1.0,
+        theta_lr=1e-6,
+    )
+    images = Samples(torch.rand(40, 1, 28, 28), torch.arange(40) % 10)
+    task = replace(digits, name="mnist", train=images, test=images)
+    found = train(recipe, task, tmp_path / "a", machine=machine)
+    plain = train(recipe, task, tmp_path / "b")
+    assert found.test_loss == pytest.approx(plain.test_loss, rel=0.02 if machine.bf16 else 1e-3)
+    assert found.machine["channels_last"] == machine.channels_last
 
 
 def test_a_folder_that_exists_is_not_touched(digits, tmp_path):
@@ -226,23 +248,82 @@ def test_a_device_that_is_not_there_ends_in_a_clear_error(digits, tmp_path):
         train(quick(), digits, tmp_path / "run", machine=Machine("nowhere"))
 
 
-def test_a_loss_that_explodes_names_the_epoch_and_keeps_the_checkpoint(digits, tmp_path):
-    with pytest.raises((RunError, FloatingPointError), match=r"epoch|step"):
-        train(quick(optimizer="sgd", lr=1e6), digits, tmp_path)
+@pytest.mark.parametrize("log_gamma", [None, -28.0])
+def test_a_loss_that_explodes_names_the_epoch_and_keeps_the_checkpoint(digits, tmp_path, log_gamma):
+    """The first epoch goes well, and then the learning rate is a million times larger."""
+    steep = quick(optimizer="sgd", lr=1e-3, log_gamma=log_gamma, finetune_lr=1e6, finalize_epoch=1)
+    if log_gamma is not None:
+        steep = quick(optimizer="sgd", lr=1e6)
+        with pytest.raises(RunError, match=r"In epoch 0: At step .*--overwrite --set lr"):
+            train(steep, digits, tmp_path)
+        return
+    with pytest.raises(RunError, match=r"became (nan|inf) in epoch 1.*--overwrite --set lr"):
+        train(steep, digits, tmp_path)
+    kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert kept["loader"]["epoch"] == 1
+    assert all(tensor.isfinite().all() for tensor in kept["model"].values())
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(digits, tmp_path, monkeypatch):
+    """The write itself fails, wherever in the file."""
     train(quick(epochs=2), digits, tmp_path)
     before = (tmp_path / "checkpoint.pt").read_bytes()
 
-    def full(*args, **kwargs):
+    def full(path, data):
+        with path.open("wb") as file:
+            file.write(bytes(data)[:100])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"checkpoint\.pt could not be written \(No space.*--resume"):
         Run(quick(epochs=2), digits, seed=0, machine=Machine()).save(tmp_path)
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
     assert not list(tmp_path.glob(".*part"))
+
+
+def test_a_run_that_cannot_begin_leaves_the_one_before_it(digits, tmp_path):
+    train(quick(epochs=2), digits, tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    for wrong in ({"machine": Machine("nowhere")}, {"recipe": quick(options={"outputs": 5})}):
+        options = {"recipe": quick(epochs=2), **wrong}
+        with pytest.raises(RunError):
+            train(options.pop("recipe"), digits, tmp_path, overwrite=True, **options)
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"options": {"outputs": 5}}, r"gives \(5,\) values for a sample, but digits needs \(10,\)"),
+        ({"multipliers": {"stge": 5.0}}, r"begins with stge.*The blocks are blocks\.0"),
+    ],
+)
+def test_settings_that_would_train_something_else_are_refused(digits, tmp_path, fields, message):
+    with pytest.raises(RunError, match=message):
+        train(quick(**fields), digits, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_with_the_arithmetic_that_it_began_with(digits, tmp_path):
+    def stop(run, folder):
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train(quick(), digits, tmp_path, note=stop)
+    with pytest.raises(RunError, match=r"'bf16': False.*'bf16': True.*as they were"):
+        train(quick(), digits, tmp_path, resume=True, machine=Machine(bf16=True))
+
+
+def test_the_seconds_of_a_dense_run_are_those_of_its_steps(digits, tmp_path):
+    spent = train(quick(log_gamma=None), digits, tmp_path).seconds_spent
+    assert spent["training"] > 2 * spent["data"] > 0
+    assert spent["pruner"] == 0
+
+
+def test_progress_is_told_in_short_epochs_too(digits, tmp_path):
+    told = []
+    train(quick(), digits, tmp_path, report=lambda run, epoch, loss: told.append(epoch))
+    assert set(told) == {0, 1, 2}
 
 
 def test_training_works_outside_the_main_thread(digits, tmp_path):

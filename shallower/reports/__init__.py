@@ -2,6 +2,7 @@
 
 from shallower.reports.runs import FolderError, Record, load_run, load_runs
 from shallower.reports.table import (
+    check_section,
     format_table,
     histogram_table,
     markdown_table,
@@ -14,6 +15,7 @@ from shallower.reports.table import (
 __all__ = [
     "FolderError",
     "Record",
+    "check_section",
     "format_table",
     "histogram_table",
     "load_run",

@@ -48,7 +48,13 @@ def network_cost(recipe: Recipe) -> NetworkCost:
             f"The recipe {recipe.name} has the network {recipe.network!r} and the task {recipe.task!r}; "
             f"there are the networks {', '.join(models.__all__)} and the tasks {', '.join(INPUTS)}."
         )
-    return _counted(recipe.model_dump_json(include={"network", "options", "task"}))
+    try:
+        return _counted(recipe.model_dump_json(include={"network", "options", "task"}))
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"The options {recipe.options} do not fit {recipe.network} on {recipe.task}: {error}. "
+            "Set others: --set 'options={...}'."
+        ) from error
 
 
 @lru_cache(maxsize=64)

@@ -135,14 +135,21 @@ def histogram_table(results: Sequence[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_section(path: Path, section: str, text: str) -> None:
-    """Put `text` between `<!-- section -->` and `<!-- /section -->` in a Markdown file."""
+def check_section(path: Path, section: str) -> str:
+    """The text of a Markdown file that has a place for `section`."""
     begin, end = f"<!-- {section} -->", f"<!-- /{section} -->"
-    whole = path.read_text()
+    whole = path.read_text() if path.is_file() else ""
     if whole.count(begin) != 1 or whole.count(end) != 1 or whole.index(begin) > whole.index(end):
         raise ValueError(
             f"{path} needs one line {begin!r} and after it one line {end!r}, to write between them."
         )
+    return whole
+
+
+def write_section(path: Path, section: str, text: str) -> None:
+    """Put `text` between `<!-- section -->` and `<!-- /section -->` in a Markdown file."""
+    whole = check_section(path, section)
+    begin, end = f"<!-- {section} -->", f"<!-- /{section} -->"
     before, after = whole.split(begin)[0], whole.split(end)[1]
     write_text(path, f"{before}{begin}\n{text}{end}{after}")
 
@@ -190,9 +197,9 @@ def _cells(row: Row) -> list[str]:
         _spread(found["layers"], 2),
         _printed(paper.layers, paper.layers_sd),
         _spread(found["ppr"], 2),
-        _printed(paper.ppr, None),
+        _printed(paper.ppr, paper.ppr_sd),
         _spread(found["fpr"], 2),
-        _printed(paper.fpr, None),
+        _printed(paper.fpr, paper.fpr_sd),
         _spread(found["rmse"], 4),
         _spread(found["load"], 2),
         f"{statistics.mean(found['minutes']):.1f}",

@@ -8,6 +8,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {"data": 0.0, "training": 0.0, "pruner": 0.0, "evaluation": 0.0}
+        self._asked: dict[str, float] = {}
         self.start()
 
     def start(self) -> None:
@@ -23,3 +24,10 @@ class Clock:
     def training(self) -> float:
         """All but evaluation."""
         return sum(seconds for name, seconds in self.seconds.items() if name != "evaluation")
+
+    def since(self, name: str) -> float:
+        """Seconds since this was last asked for `name` and answered with more than a fifth of one."""
+        passed = self._last - self._asked.get(name, 0.0)
+        if passed > 0.2:
+            self._asked[name] = self._last
+        return passed

@@ -25,7 +25,15 @@ from shallower.training.run import CHECKPOINT, Machine, Run, RunError
 from shallower.worth import Worth
 from shallower.worth import worth as measure
 
+FILES = (
+    *(CHECKPOINT, "result.json", store.WEIGHTS, store.STRUCTURE, COMPARISON),
+    *("metrics.csv", "thetas.csv", "events.jsonl", "costs.csv", "worth.csv"),
+)
 Report = Callable[[Run, int, float], None]  # the run, its epoch, the mean loss so far
+DIVERGED = (
+    "The checkpoint, if there is one, is that of the epoch before and still good. Start anew with a smaller "
+    "learning rate: --overwrite --set lr=..."
+)
 Note = Callable[[Run, Path], None]  # after each epoch: the run and its folder
 
 
@@ -101,8 +109,9 @@ def _begin(
     resume: bool = False,
     overwrite: bool = False,
 ) -> Run:
-    _make_folder(folder, resume=resume, overwrite=overwrite)
+    _check_folder(folder, resume=resume, overwrite=overwrite)
     run = Run(recipe, task, seed=seed, machine=machine or Machine())
+    _make_folder(folder, clear=overwrite and not resume)
     if resume:
         run.resume(folder)
     write_text(folder / "recipe.json", json.dumps({"seed": seed, **recipe.model_dump()}, indent=2))
@@ -159,23 +168,29 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
         if run.pruner is not None and run.ledger is not None:
             synchronize(run.loss.device)  # the pruner would wait for the device, and its clock with it
             clock.lap("training")
-            run.pruner.step(_closure(run, inputs, labels))
+            _prune(run.pruner, _closure(run, inputs, labels), epoch)
             run.ledger.step()
             clock.lap("pruner")
-        if run.loader.batch % 50 == 0 and report is not None:
-            report(run, epoch, float(loss))
+        else:
+            clock.lap("training")
+        if report is not None and (clock.since("report") > 0.2 or run.loader.batch == len(run.loader)):
+            report(run, epoch, float(loss.detach()))
         if stop:
             break
     mean = float(run.loss) / len(run.loader)
     clock.lap("training")
     if not math.isfinite(mean):
-        raise RunError(
-            f"The training loss became {mean} in epoch {epoch}. The checkpoint is that of the epoch before; "
-            "go on from it with a smaller learning rate: --set lr=..."
-        )
+        raise RunError(f"The training loss became {mean} in epoch {epoch}. {DIVERGED}")
     if not stop:
         run.loss.zero_()
     return mean
+
+
+def _prune(pruner: Pruner, closure: Callable[[], torch.Tensor] | None, epoch: int) -> None:
+    try:
+        pruner.step(closure)
+    except FloatingPointError as error:
+        raise RunError(f"In epoch {epoch}: {error} {DIVERGED}") from error
 
 
 def _closure(run: Run, inputs: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -273,31 +288,23 @@ def _worth(run: Run, pruner: Pruner) -> list[Worth]:
     return measure(pruner, batches, loss) if pruner.alive else []
 
 
-def _make_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    taken = folder.exists() and any(folder.iterdir())
-    if taken and not (resume or overwrite):
+def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    if folder.exists() and any(folder.iterdir()) and not (resume or overwrite):
         raise RunError(
             f"{folder} exists and is not empty. Go on with its run by --resume, replace it by --overwrite, "
             "or choose another folder with --out."
         )
-    if overwrite and taken and not resume:
-        for name in (
-            CHECKPOINT,
-            "result.json",
-            store.WEIGHTS,
-            store.STRUCTURE,
-            "metrics.csv",
-            "thetas.csv",
-            "events.jsonl",
-            "costs.csv",
-            "worth.csv",
-            COMPARISON,
-        ):
+
+
+def _make_folder(folder: Path, *, clear: bool) -> None:
+    """Make the folder; of an old run in it, all that a new one would not write over goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if clear:
+        for name in FILES:
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         if (folder / "dense" / "recipe.json").exists():
             shutil.rmtree(folder / "dense")
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

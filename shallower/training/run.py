@@ -1,6 +1,7 @@
 """All that a run is made of, built from a recipe; saved and resumed as one."""
 
 import hashlib
+import io
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,8 +14,8 @@ from torch import nn
 
 from shallower import estimators, models, prior
 from shallower.blocks import find_blocks
-from shallower.data import Loader, Task, crop_and_flip
-from shallower.files import atomic, write_csv, write_text
+from shallower.data import Loader, Samples, Task, crop_and_flip
+from shallower.files import write_bytes, write_csv, write_text
 from shallower.ledger import Ledger, Load, count_macs, count_parameters
 from shallower.pruner import Pruner
 from shallower.recipes import Recipe
@@ -35,6 +36,11 @@ class Machine:
     bf16: bool = False
     channels_last: bool = False
     compile: bool = False  # the blocks, one function for each kind
+
+    @property
+    def arithmetic(self) -> dict[str, bool]:
+        """What changes the rounding on one and the same device."""
+        return {"bf16": self.bf16, "channels_last": self.channels_last, "compile": self.compile}
 
     @property
     def where(self) -> torch.device:
@@ -70,7 +76,8 @@ class Run:
             augment=crop_and_flip if recipe.augment else None,
             replacement=recipe.replacement,
         )
-        self.test = self.batches("test", 2000)
+        whole = isinstance(task.test, Samples)  # in memory already; images from files are large
+        self.test = self.batches("test", 2000 if whole else recipe.batch_size)
         self.size = len(task.train)
         self.optimizer = _optimizer(recipe, self.model, self.size)
         self.scheduler = _schedule(recipe, self.optimizer, len(self.loader))
@@ -84,6 +91,7 @@ class Run:
                 f"of {task.name}: {error}. Set other options: --set 'options={{...}}'."
             ) from error
         self.example = example
+        _check_outputs(self.model, example, recipe, task)
         self.pruner = None if recipe.dense else self._gate()
         self.ledger = None if self.pruner is None else Ledger(self.pruner, example)
         self.history: list[dict[str, Any]] = []
@@ -105,6 +113,12 @@ class Run:
         ramp = recipe.ramp_epochs * steps
         log_gamma = prior.linear_ramp(recipe.log_gamma, steps=ramp) if ramp else recipe.log_gamma
         names = [block.name for block in find_blocks(self.model)]
+        strangers = [start for start in recipe.multipliers if not any(n.startswith(start) for n in names)]
+        if strangers:
+            raise RunError(
+                f"No block's name begins with {', '.join(strangers)}, so these multipliers would do nothing. "
+                f"The blocks are {', '.join(names)}."
+            )
         return Pruner(
             self.model,
             self.optimizer,
@@ -136,6 +150,7 @@ class Run:
         state = {
             "recipe": self.recipe.model_dump_json(),
             "seed": self.seed,
+            "arithmetic": self.machine.arithmetic,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -148,8 +163,9 @@ class Run:
             "loss": self.loss,
             "seconds": self.clock.seconds,
         }
-        with atomic(folder / CHECKPOINT) as path:
-            torch.save(state, path)
+        buffer = io.BytesIO()  # torch.save reports a full disk as an error of its own format
+        torch.save(state, buffer)
+        write_bytes(folder / CHECKPOINT, buffer.getbuffer())
 
     def resume(self, folder: Path) -> None:
         path = folder / CHECKPOINT
@@ -166,6 +182,12 @@ class Run:
             raise RunError(
                 f"{path} is of another run: recipe {found}, seed {state['seed']}, perhaps other fields set. "
                 "Resume it with the same recipe, --seed and --set, or choose another folder with --out."
+            )
+        if state["arithmetic"] != self.machine.arithmetic:
+            raise RunError(
+                f"{path} was computed with {state['arithmetic']}, this run is to go on with "
+                f"{self.machine.arithmetic}, and would not be the same run. Give --bf16, --channels-last and "
+                "--compile as they were."
             )
         if self.pruner is not None and self.ledger is not None:
             self.pruner.load_state_dict(state["pruner"])
@@ -201,6 +223,17 @@ def _network(recipe: Recipe) -> nn.Module:
         return getattr(models, recipe.network)(**recipe.options)
     except TypeError as error:
         raise RunError(f"The options {recipe.options} do not fit {recipe.network}: {error}.") from error
+
+
+def _check_outputs(model: nn.Module, example: torch.Tensor, recipe: Recipe, task: Task) -> None:
+    with torch.no_grad():
+        shape = tuple(model.eval()(example).shape)
+    model.train()
+    if shape != (len(example), task.num_classes):
+        raise RunError(
+            f"The network {recipe.network}({recipe.options}) gives {shape[1:]} values for a sample, but "
+            f"{task.name} needs ({task.num_classes},). Set other options: --set 'options={{...}}'."
+        )
 
 
 def _optimizer(recipe: Recipe, model: nn.Module, size: int) -> torch.optim.Optimizer:
