@@ -1,7 +1,7 @@
 """Fewer layers against narrower ones, at equal MACs: latency of ResNet-56 with convolutions as shortcuts.
 
 The narrow network is Torch-Pruning's (pip install torch-pruning), by the magnitude of groups. Both get half
-the MACs of the dense network. Bound: at every batch size the shallow one turns them into time at least as well.
+the MACs of the dense network. Bound: at every batch size the shallow one makes as much of them, or more.
 """
 
 import copy
