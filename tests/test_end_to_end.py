@@ -15,7 +15,8 @@ from shallower.data import folder as folders
 from shallower.recipes import RECIPES, recipe
 from shallower.training import Interrupted, train
 
-LARGE = [name for name in RECIPES if name.startswith("cifar")] + ["imagenet-resnet50"]
+LARGE = [name for name in RECIPES if name.startswith(("cifar10-resnet", "cifar100"))]
+LARGE += ["cifar10-vgg16-1200", "imagenet-resnet50"]
 
 
 def records(seed: int, samples: int, labels: int) -> bytes:
@@ -55,7 +56,7 @@ def loaded(place, monkeypatch):
     ):
         sums = {f.name: digest(f.read_bytes()).hexdigest() for f in (place / folder).iterdir()}
         monkeypatch.setattr(cifar, name, replace(getattr(cifar, name), files=sums))
-    monkeypatch.setitem(folders.FolderBatches.__init__.__kwdefaults__, "size", 64)  # ImageNet's 224 take long
+    monkeypatch.setitem(folders.FolderBatches.__init__.__kwdefaults__, "size", 32)  # ImageNet's 224 take long
     return lambda task: data.load(task, place, download=False)
 
 
