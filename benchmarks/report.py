@@ -18,7 +18,7 @@ EPOCHS = 60
 
 def write_run(folder: Path, name: str, seed: int) -> None:
     """A run in which the blocks go one after the other, from the last on; two stay."""
-    chosen = recipe(name, {"epochs": EPOCHS, "finalize_epoch": EPOCHS})
+    chosen = recipe(name).rescaled(EPOCHS)
     cost = network_cost(chosen)
     names = [block.name for block in cost.blocks]
     folder.mkdir(parents=True)
