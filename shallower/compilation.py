@@ -23,19 +23,44 @@ class Compiler:
         self._functions: dict[Any, Compiled] = {}
 
     def __call__(self, function: Callable[..., Tensor], module: nn.Module) -> Compiled:
-        assert isinstance(function, FunctionType)
-        code = function.__code__
-        shapes = [(n, p.shape, p.dtype) for n, p in module.named_parameters()]
-        kinds = [(n, type(m), m.extra_repr()) for n, m in module.named_modules(remove_duplicate=False)]
-        key = (code.co_code, code.co_consts, code.co_names, repr(kinds[1:]), repr(shapes))
+        key = (_meaning(function), _kind(module))
         if key not in self._functions:
-            own = FunctionType(
-                code.replace(co_name=f"{code.co_name}_{len(self._functions)}"),
-                function.__globals__,
-                function.__name__,
-                function.__defaults__,
-                function.__closure__,
-            )
-            own.__kwdefaults__ = function.__kwdefaults__
+            own = _copied(function, len(self._functions))
             self._functions[key] = torch.compile(own, **self.options)
         return self._functions[key]
+
+
+def _meaning(function: Callable[..., Tensor]) -> Any:
+    """What a function computes: its code, and the very things that its names stand for.
+
+    The parts of two blocks are two functions of one text, which mean the same; the methods of two classes may
+    have one text and mean two things.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__
+    names = [(name, id(function.__globals__.get(name))) for name in code.co_names]
+    cells = [id(cell.cell_contents) for cell in function.__closure__ or ()]
+    defaults = repr((function.__defaults__, function.__kwdefaults__))
+    return code.co_code, repr(code.co_consts), tuple(names), tuple(cells), defaults
+
+
+def _kind(module: nn.Module) -> str:
+    """The modules inside, with their settings, and the shapes of their parameters."""
+    shapes = [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
+    inside = [(name, type(m), m.extra_repr()) for name, m in module.named_modules(remove_duplicate=False)]
+    return repr((inside[1:], shapes))
+
+
+def _copied(function: Callable[..., Tensor], number: int) -> Callable[..., Tensor]:
+    if not isinstance(function, FunctionType):
+        return function
+    copy = FunctionType(
+        function.__code__.replace(co_name=f"{function.__name__}_{number}"),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

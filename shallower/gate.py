@@ -121,14 +121,14 @@ class Gate:
 
         It runs once for each parameter and step, so it does without attributes and calls where it can.
         """
-        credits, dot, plain = self.credits, torch.dot, parameter.dtype == torch.float32
+        credits, dot, single = self.credits, torch.dot, torch.float32
 
         def read(gradient: Tensor) -> None:
             if not (self.xi and self._opened):
                 return
             if torch.is_grad_enabled():  # a backward pass that is itself differentiated
                 credits.append(inner(gradient, parameter.detach()))
-            elif plain and gradient.is_contiguous() and parameter.is_contiguous():
+            elif gradient.dtype is single and gradient.is_contiguous() and parameter.is_contiguous():
                 credits.append(dot(gradient.view(-1), parameter.view(-1)))  # (3)
             else:
                 credits.append(inner(gradient, parameter))

@@ -245,3 +245,16 @@ def same_dice(model: nn.Module, seed: int | None = None) -> Iterator[None]:
         if seed is not None:
             torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """All of `model` in one mode for a while, with its running statistics frozen."""
+    modes = {m: m.training for m in model.modules()}
+    model.train(training)
+    try:
+        with frozen_statistics(model.modules()):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shallower.estimators import flip, needs_loss
 from shallower.gate import Gate
-from shallower.graphs import frozen_statistics, same_dice
+from shallower.graphs import in_mode, same_dice
 from shallower.pruner import Pruner
 
 STEP = 3  # forward and backward, in forward passes
@@ -45,7 +45,7 @@ def count_macs(model: nn.Module, example: Example) -> int:
 
 
 def _macs_now(model: nn.Module, example: Example) -> int:
-    size = _size(example)
+    size = samples(example)
     # Attention as plain matrix products: the counter does not know the fused operator of every device.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         call(model, example)
@@ -63,19 +63,20 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _size(example: Example) -> int:
-    tensors = _tensors(dict(example) if isinstance(example, Mapping) else example)
-    if not tensors or tensors[0].ndim == 0:
+def samples(batch: Any) -> int:
+    """The number of samples in a batch: the length of its first tensor."""
+    tensors = _tensors(dict(batch) if isinstance(batch, Mapping) else batch)
+    if not tensors or tensors[0].ndim == 0 or len(tensors[0]) == 0:
         raise TypeError(
-            f"The example is of type {type(example).__name__} and holds no batch of tensors. Give what the "
-            "model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments."
+            f"Found a batch of type {type(batch).__name__} without a sample in a tensor. Give at least one, "
+            "as the model is called: a tensor, a tuple of arguments, or a dict of keyword arguments."
         )
     return len(tensors[0])
 
 
 def _two(example: Example) -> Example:
     """Two samples of a batch, in memory of their own: enough to count, and BatchNorm needs two."""
-    size = _size(example)
+    size = samples(example)
     index = [0, 1 % size]
 
     def cut(leaf: Any) -> Any:
@@ -308,14 +309,10 @@ def _closed(gate: Gate) -> Iterator[None]:
 @contextmanager
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """All of `model` in one mode for a while: nothing is learned, no statistics move, no dice are rolled."""
-    modes = {m: m.training for m in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
-    model.train(training)
     torch.backends.mha.set_fastpath_enabled(False)  # its operators are not counted
     try:
-        with torch.no_grad(), frozen_statistics(model.modules()), same_dice(model):
+        with torch.no_grad(), in_mode(model, training=training), same_dice(model):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for module, mode in modes.items():
-            module.training = mode

@@ -1,6 +1,5 @@
 """Several runs at a time, each a process with one thread; a finished run is not run again."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,10 +8,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from shallower.files import write_text
 from shallower.recipes import Recipe, label
+from shallower.training.result import Result
 from shallower.training.run import CHECKPOINT
 
 err = Console(stderr=True)
@@ -69,8 +70,11 @@ def kept_at(results: Path, recipe: Recipe, seed: int) -> Path:
 
 def _check(kept: Path, recipe: Recipe, flags: Sequence[str]) -> None:
     """A result of the same name may be of an older recipe, and must not pass for one of this."""
-    result = json.loads(kept.read_text())
-    found = {**result.get("settings", {}), "bf16": result.get("machine", {}).get("bf16", False)}
+    try:
+        result = Result.model_validate_json(kept.read_text())
+    except ValidationError as error:
+        raise ValueError(f"{kept} is no result of a run; remove it, and the run is made again.") from error
+    found = {**result.settings, "bf16": result.machine.get("bf16", False)}
     now = {**recipe.settings, "bf16": "--bf16" in flags}
     other = [f"{k}={found.get(k)} (now {v})" for k, v in now.items() if found.get(k) != v]
     if other:

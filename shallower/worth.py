@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shallower.graphs import frozen_statistics, replace, same_dice
+from shallower.graphs import in_mode, replace, same_dice
+from shallower.ledger import samples
 from shallower.pruner import Pruner
 
 
@@ -47,7 +48,7 @@ def worth(pruner: Pruner, batches: Iterable[Any], loss: Callable[[Any], Tensor])
     with _as_in_training(pruner.model):
         bypasses = {name: pruner.bypass(name) for name in names}
         for batch in batches:
-            size = _size(batch)
+            size = samples(batch)
             run = partial(_run, pruner.model, loss, batch, seen)
             whole = run()
             gains = [_without(pruner.model, name, bypass, run) - whole for name, bypass in bypasses.items()]
@@ -85,24 +86,10 @@ def _without(model: nn.Module, name: str, bypass: nn.Module, run: Callable[[], T
         replace(model, name, module)
 
 
-def _size(batch: Any) -> int:
-    """The number of samples: of the first tensor in the batch."""
-    if isinstance(batch, Tensor):
-        return len(batch)
-    parts = batch.values() if isinstance(batch, dict) else batch
-    return next(len(part) for part in parts if isinstance(part, Tensor))
-
-
 @contextmanager
 def _as_in_training(model: nn.Module) -> Iterator[None]:
-    modes = {m: m.training for m in model.modules()}
-    model.train()
-    for module in modes:
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.eval()
-    try:
-        with frozen_statistics(model.modules()):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with in_mode(model, training=True):
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
+        yield

@@ -107,6 +107,16 @@ def test_reproduce_runs_each_seed_once_and_never_takes_another_result_for_its_ow
     assert "decay=0.15 (now 0.3)" in shown.stderr.replace("\n", " ")
 
 
+@pytest.mark.parametrize("text", ['{"recipe"', "[]", "{}"])
+def test_a_damaged_result_is_named(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results" / "digits").mkdir(parents=True)
+    (tmp_path / "results" / "digits" / "seed0.json").write_text(text)
+    shown = run("reproduce", "digits", "--seeds", "1")
+    assert shown.exit_code == 2
+    assert "results/digits/seed0.json is no result of a run; remove it" in shown.stderr.replace("\n", " ")
+
+
 def test_a_place_for_the_table_is_looked_for_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.md").write_text("# nothing")

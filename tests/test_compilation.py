@@ -100,3 +100,27 @@ def test_a_whole_model_that_is_compiled_compiles_nothing_anew_for_a_draw():
     assert pruner.theta.tolist() == pytest.approx(plain[2].theta.tolist(), rel=1e-9)
     for a, b in zip(model.parameters(), plain[0].parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def scaled(factor: float) -> nn.Module:
+    """A class for each factor: the same text, and `times` means another function in each."""
+
+    def times(z):
+        return factor * z
+
+    class Scaled(Residual):
+        def forward(self, z):
+            return times(z) + self.branch(z)
+
+    return Scaled(nn.Linear(5, 5))
+
+
+def test_two_classes_of_one_text_are_two_kinds():
+    torch.manual_seed(0)
+    model = nn.Sequential(scaled(2.0), scaled(3.0), nn.Linear(5, 2))
+    x = torch.randn(4, 5)
+    expected = model(x).detach()
+    options = {"dataset_size": 10, "log_gamma": -1.0, "theta": 1.0}
+    pruner = Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    pruner.compile(backend="aot_eager")
+    torch.testing.assert_close(model(x), expected)

@@ -181,6 +181,18 @@ def test_estimates_of_micro_batches_add_up():
         detach(module)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_converted_after_gating_is_estimated_in_single_precision_at_least(dtype):
+    torch.manual_seed(0)
+    module = Residual(nn.Linear(64, 64))
+    gate = gated(module)
+    module.to(dtype)
+    module(torch.randn(32, 64, dtype=dtype)).square().mean().backward()
+    by_hand = sum((p.grad.double() * p.detach().double()).sum() for p in module.branch.parameters())
+    assert gate.worth.dtype == torch.promote_types(dtype, torch.float32)
+    assert float(gate.worth) == pytest.approx(float(by_hand), rel=1e-5)
+
+
 def test_clipping_after_the_backward_pass_does_not_reach_the_estimate():
     module, z = Residual(nn.Linear(3, 3)), torch.randn(2, 3)
     gate, expected = gated(module), module.branch(z).sum().detach()

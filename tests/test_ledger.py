@@ -184,8 +184,9 @@ def test_what_is_kept_for_backward_does_not_depend_on_the_size_of_the_example():
 
 def test_an_example_without_tensors_is_refused():
     model, _, _ = started()
-    with pytest.raises(TypeError, match="a tuple of arguments"):
-        count_macs(model, {})
+    for nothing in ({}, torch.zeros(0, 3), [1, 2]):
+        with pytest.raises(TypeError, match="a tuple of arguments"):
+            count_macs(model, nothing)
 
 
 def test_an_encoder_layer_is_counted_in_evaluation_too():
