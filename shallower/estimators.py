@@ -25,14 +25,15 @@ def first_order(gates: Sequence[Gate], closure: Closure | None = None) -> Tensor
     An open block's share is read off the gradients of its last layer, so the loss must see that layer through
     the network alone; with a penalty on weights in the loss, use `at_the_sum`.
     """
-    missing = [gate.name for gate in gates if not gate.credits]
-    if missing:
+    parts = [gate.credits for gate in gates]
+    if not all(parts):
+        missing = [gate.name for gate in gates if not gate.credits]
         raise RuntimeError(
             f"No gradient reached the gates of {_some(missing)} since the last step. Call `loss.backward()` "
             "before `pruner.step()`, with the model in training mode (`model.train()`) and every block "
             "on the way to the loss."
         )
-    return sums([gate.credits for gate in gates])
+    return sums(parts)
 
 
 @torch.no_grad()

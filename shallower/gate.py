@@ -122,16 +122,20 @@ class Gate:
         It runs once for each parameter and step, so it does without attributes and calls where it can.
         """
         credits, dot, single = self.credits, torch.dot, torch.float32
+        flat = parameter.ndim == 1
 
         def read(gradient: Tensor) -> None:
-            if not (self.xi and self._opened):
+            if not (self._opened and self.xi):
                 return
-            if torch.is_grad_enabled():  # a backward pass that is itself differentiated
-                credits.append(inner(gradient, parameter.detach()))
-            elif gradient.dtype is single and gradient.is_contiguous() and parameter.is_contiguous():
-                credits.append(dot(gradient.view(-1), parameter.view(-1)))  # (3)
-            else:
-                credits.append(inner(gradient, parameter))
+            if gradient.dtype is single is parameter.dtype and not gradient.requires_grad:
+                try:
+                    here = dot(gradient, parameter) if flat else dot(gradient.view(-1), parameter.view(-1))
+                    credits.append(here)  # (3)
+                    return
+                except RuntimeError:  # not contiguous, as with channels_last
+                    pass
+            # A gradient that requires one belongs to a backward pass that is itself differentiated.
+            credits.append(inner(gradient, parameter.detach()))
 
         return read
 
@@ -141,8 +145,8 @@ class Gate:
         """The forward pass of the module, whose own forward is `whole`."""
         if self.replay:
             return self.replay.popleft().clone()
-        z = self.input(args, kwargs)
-        if not self._runs_whole():
+        z = args[0] if len(args) == 1 and not kwargs else self.input(args, kwargs)
+        if not (self.xi and self.module.training and self._may_run_whole()):
             out = self._forward(z)
         else:  # open: as the module's author wrote it
             out = whole(z) if self.compiled is None else self.compiled(self.module, z)
@@ -150,9 +154,7 @@ class Gate:
             self.record.append((self, out.clone()))
         return out
 
-    def _runs_whole(self) -> bool:
-        if not (self.xi and self.module.training):
-            return False
+    def _may_run_whole(self) -> bool:
         if not (self.watching and torch.is_grad_enabled()):
             return True
         free = self._free()
@@ -161,8 +163,6 @@ class Gate:
 
     def input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The one input; the other arguments must have the values that the block was split with."""
-        if len(args) == 1 and not kwargs:
-            return args[0]
         names = list(self.inputs)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs
         others = {n: v for n, v in given.items() if n != names[0]}
@@ -273,16 +273,24 @@ class Gated(nn.Module):
     torch.compile leaves the gate alone: it would compile the block anew for every draw.
     """
 
-    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        gate: Gate = vars(self)[GATE]
-        if not hasattr(gate, "branch"):
-            with plain(self):
-                gate.restore()
-        return gate.run(super().forward, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _outside_of_the_graph(self, super().forward, args, kwargs)
+        return _run(self, super().forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _empty, (type(self).__bases__[1],), self.__dict__
+
+
+def _run(module: Gated, whole: Whole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    gate: Gate = module.__dict__[GATE]
+    if "branch" not in gate.__dict__:
+        with plain(module):
+            gate.restore()
+    return gate.run(whole, args, kwargs)
+
+
+_outside_of_the_graph = torch.compiler.disable(_run)
 
 
 class Removed(nn.Module):

@@ -67,7 +67,7 @@ class Pruner:
         estimator: `first_order`, `flip`, or a function of the same signature.
         theta: where every rate starts.
         theta_lr: the learning rate of theta.
-        theta_optimizer: called as `theta_optimizer([theta], lr=theta_lr)`.
+        theta_optimizer: called as `theta_optimizer([theta], lr=theta_lr)`; Adam.
         tolerance: a rate that falls to it is dead.
         seed: of the draws.
         grad_scaler: the GradScaler, if the loss is scaled with one.
@@ -86,7 +86,7 @@ class Pruner:
         estimator: Estimator = first_order,
         theta: float = 0.75,
         theta_lr: float = 1e-4,
-        theta_optimizer: Callable[..., Optimizer] = torch.optim.Adam,
+        theta_optimizer: Callable[..., Optimizer] = optim.ThetaAdam,
         tolerance: float = 0.01,
         seed: int = 0,
         grad_scaler: torch.amp.GradScaler | None = None,
@@ -102,8 +102,7 @@ class Pruner:
         self.multipliers = prior.multiplier_vector(multipliers, self.names)
         self.theta = torch.full((len(found),), float(theta), dtype=torch.float64)  # on the host, which draws
         self._alive = torch.ones_like(self.theta)
-        fused = {"fused": True} if theta_optimizer is torch.optim.Adam else {}  # a third of the time
-        self.theta_optimizer = theta_optimizer([self.theta], lr=theta_lr, **fused)
+        self.theta_optimizer = theta_optimizer([self.theta], lr=theta_lr)
         self.generator = torch.Generator().manual_seed(seed)
         self._prunable = {
             n: list(b.prunable(model.get_submodule(n)).values()) for n, b in self.blocks.items()
@@ -142,7 +141,7 @@ class Pruner:
     @property
     def thetas(self) -> dict[str, float]:
         """The rate of every block; 0 for a removed one."""
-        return dict(zip(self.names, self.theta.tolist(), strict=True))
+        return dict(zip(self.blocks, self.theta.tolist(), strict=True))
 
     # -- one step -------------------------------------------------------------------------------------
 
@@ -218,24 +217,26 @@ class Pruner:
 
         None if a scaled gradient has overflowed, as a GradScaler expects it now and then.
         """
-        gates = list(self.gates.values())
-        with frozen_statistics(self.model.modules() if closure else ()), self._before.weights_before():
-            found = self.estimator(gates, closure)
-        known = _vector(found, len(gates)).tolist()  # the one transfer in a step
-        wrong = [gate.name for gate, value in zip(gates, known, strict=True) if not math.isfinite(value)]
-        if wrong and self.grad_scaler is not None:
-            return None
-        if wrong:
+        known = _vector(self._ask(closure), len(self.gates)).tolist()  # the one transfer in a step
+        if not all(map(math.isfinite, known)):
+            if self.grad_scaler is not None:
+                return None
+            wrong = [name for name, value in zip(self.gates, known, strict=True) if not math.isfinite(value)]
             self.discard()
             raise FloatingPointError(
                 f"At step {self.num_steps} the estimates of {wrong} are not finite, as after a loss of nan "
                 "or inf. Nothing was changed; go back to the last checkpoint with a smaller learning rate."
             )
         scale = 1.0 if needs_loss(self.estimator) else self._before.scale
-        estimates = dict.fromkeys(self.names, 0.0)
-        for name, value in zip(self.gates, known, strict=True):
-            estimates[name] = value / scale
-        return torch.tensor(list(estimates.values()), dtype=self.theta.dtype)
+        of = dict(zip(self.gates, known, strict=True))
+        return torch.tensor([of.get(name, 0.0) / scale for name in self.blocks], dtype=self.theta.dtype)
+
+    def _ask(self, closure: Closure | None) -> Sequence[Tensor] | Tensor:
+        gates = list(self.gates.values())
+        if not needs_loss(self.estimator) and closure is None:
+            return self.estimator(gates, None)
+        with frozen_statistics(self.model.modules() if closure else ()), self._before.weights_before():
+            return self.estimator(gates, closure)
 
     def _log_gamma(self) -> float:
         value = float(self.log_gamma(self.num_steps))
@@ -254,8 +255,8 @@ class Pruner:
 
     def _draw(self) -> None:
         """xi ~ Bernoulli(theta), one draw for the whole batch; as many numbers whatever was removed."""
-        uniform = torch.rand(len(self.names), generator=self.generator).tolist()
-        for name, u, rate in zip(self.names, uniform, self.theta.tolist(), strict=True):
+        uniform = torch.rand(len(self.blocks), generator=self.generator).tolist()
+        for name, u, rate in zip(self.blocks, uniform, self.theta.tolist(), strict=True):
             if (gate := self.gates.get(name)) is not None:
                 gate.xi, gate.rate = u < rate, rate
                 for follower in self._followers:
@@ -266,6 +267,8 @@ class Pruner:
     def _remove(self, threshold: float, *, inclusive: bool = True) -> list[Removal]:
         rates = self.thetas
         gone = [n for n in self.gates if rates[n] < threshold or (inclusive and rates[n] == threshold)]
+        if not gone:
+            return []
         events = [Removal(self.num_steps, name, rates[name]) for name in gone]
         for name in gone:
             self._cut(name)

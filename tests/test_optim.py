@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shallower.optim import RobbinsMonro, adopt, fill_gradients, forget, unknown
+from shallower.optim import RobbinsMonro, ThetaAdam, adopt, fill_gradients, forget, unknown
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -102,6 +102,28 @@ def test_an_adopted_parameter_joins_the_group_of_its_fellow():
     adopt(optimizer, new, like=parameters[1])
     assert optimizer.param_groups[1]["params"][-1] is new
     assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+def test_thetas_adam_is_pytorchs_and_each_goes_on_from_the_others_state():
+    torch.manual_seed(0)
+    gradients = torch.randn(40, 6, dtype=torch.float64) * torch.logspace(-6, 3, 6, dtype=torch.float64)
+    ours, theirs = (torch.full((6,), 0.5, dtype=torch.float64) for _ in range(2))
+    lean, stock = ThetaAdam([ours], lr=1e-2), torch.optim.Adam([theirs], lr=1e-2)
+
+    def walk(part: torch.Tensor) -> None:
+        for gradient in part:
+            ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+            lean.step()
+            stock.step()
+
+    walk(gradients[:20])
+    states = lean.state_dict(), stock.state_dict()
+    lean.load_state_dict(states[1])
+    stock.load_state_dict(states[0])
+    walk(gradients[20:])
+    assert torch.allclose(ours, theirs, rtol=1e-12, atol=0)
+    assert not torch.allclose(ours, torch.full_like(ours, 0.5), atol=1e-2)
+    ThetaAdam([ours], lr=1e-2).load_state_dict(ThetaAdam([theirs], lr=1e-2).state_dict())  # before any step
 
 
 def test_the_robbins_monro_step_is_lr_over_one_plus_n():

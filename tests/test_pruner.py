@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 import shallower
 from shallower import Pruner, Removal, Residual, RobbinsMonro, flip, linear_ramp
+from shallower.optim import ThetaAdam
 
 N = 1000
 
@@ -523,10 +524,10 @@ def resumed(file: io.BytesIO, make, **options):
     stop=st.integers(1, 39),
     make=st.sampled_from([sgd, adamw]),
     estimator=st.sampled_from([shallower.first_order, flip]),
-    theta_optimizer=st.sampled_from([torch.optim.Adam, RobbinsMonro]),
+    theta_optimizer=st.sampled_from([ThetaAdam, torch.optim.Adam, RobbinsMonro]),
 )
 def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(stop, make, estimator, theta_optimizer):
-    lr = 0.05 if theta_optimizer is torch.optim.Adam else 1e-3
+    lr = 1e-3 if theta_optimizer is RobbinsMonro else 0.05
     options = {
         "estimator": estimator,
         "theta_optimizer": theta_optimizer,
