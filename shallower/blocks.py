@@ -2,15 +2,19 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from shallower.discovery import Called, find_strands, joins, record_calls
+from shallower.fitting import AnyBlock
 from shallower.gate import Gated
 from shallower.graphs import OwnForward, Untraceable, trace_modes
+from shallower.residual import Residual
 from shallower.split import VIEWS, Block, NotResidual, overwritten, split
+from shallower.whole import find_whole
 
 FRESH = {operator.add, operator.sub, operator.mul, torch.add, torch.cat, torch.relu, "mean", "size", "add"}
 CONTAINERS = (nn.Sequential.forward, nn.Module.forward)  # a forward that only chains, and none at all
@@ -19,38 +23,90 @@ CONTAINERS = (nn.Sequential.forward, nn.Module.forward)  # a forward that only c
 class Survey(NamedTuple):
     """The blocks of a model, and the modules that hold a sum but cannot be gated, with the reason."""
 
-    blocks: list[Block]
+    blocks: list[AnyBlock]
     rejected: dict[str, str]
 
 
-BlockFinder = Callable[[nn.Module], Sequence[Block]]
+BlockFinder = Callable[[nn.Module], Sequence[AnyBlock]]
 
 
-def find_blocks(model: nn.Module) -> list[Block]:
-    """Every residual block of `model`, in the order of `named_modules()`; no example input is needed.
+def find_blocks(model: nn.Module, example: Any = None) -> list[AnyBlock]:
+    """Every residual block of `model`, in the order of `named_modules()`.
 
-    The innermost residual modules are taken, so a long skip around a stage does not swallow its blocks.
+    A block is a module that computes one residual sum, or one of several sums that a module computes, as a
+    transformer's layer does. The innermost are taken, so a long skip around a stage does not swallow its
+    blocks. With an `example` of the model's input (a tensor, a tuple of arguments or a dict of keyword
+    arguments), every module is looked at as the model calls it; without one, as its defaults have it.
     """
-    return survey(model).blocks
+    return survey(model, example).blocks
 
 
-def survey(model: nn.Module) -> Survey:
+def survey(model: nn.Module, example: Any = None) -> Survey:
     """`find_blocks`, and beside it what was passed over and why."""
     order = [name for name, _ in model.named_modules()]
-    blocks: dict[str, Block] = {}
+    calls = None if example is None else record_calls(model, example)
+    opened = joins(model, calls)
+    blocks: dict[str, list[AnyBlock]] = {}
     rejected: dict[str, str] = {}
     for name, module in reversed(list(model.named_modules())):  # children before their parents
-        inside = f"{name}." if name else ""
-        if any(other.startswith(inside) for other in blocks) or not _candidate(module):
+        if not _candidate(module) or (calls is not None and name not in calls):
             continue
+        inside = f"{name}." if name else ""
+        inner = [block for other in blocks if other.startswith(inside) for block in blocks[other]]
+        try:
+            blocks[name] = _blocks_in(model, name, module, inner, calls, opened)
+        except NotResidual as no:
+            if no.near and not inner and not any(other.startswith(inside) for other in rejected):
+                rejected[name] = str(no)
+    found = [block for name in order for block in blocks.get(name, ())]
+    return Survey(found, {n: rejected[n] for n in order if n in rejected and not _belongs(n, found)})
+
+
+def _belongs(name: str, blocks: Sequence[AnyBlock]) -> bool:
+    """Whether a module is a part of a block, and so can be pruned with it."""
+    return any(block.path and name.startswith(f"{block.path}.") for block in blocks)
+
+
+def _blocks_in(
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    inner: list[AnyBlock],
+    calls: Mapping[str, Called] | None,
+    opened: frozenset[type],
+) -> list[AnyBlock]:
+    """The module as one block; or the sums in its forward that hold no block inside."""
+    called = None if calls is None else calls[name]
+    refusal: NotResidual | None = None
+    if not inner and (called is None or called.plain(module)):
         try:
             block = split(module, name=name)
             _check_ownership(model, block, module)
-            blocks[name] = block
+            return [block]
         except NotResidual as no:
-            if no.near and not any(other.startswith(inside) for other in rejected):
-                rejected[name] = str(no)
-    return Survey([blocks[n] for n in order if n in blocks], {n: rejected[n] for n in order if n in rejected})
+            if type(module).forward is Residual.forward:
+                raise
+            refusal = no
+    try:
+        strands = find_strands(name, module, called, opened, [block.path for block in inner])
+    except NotResidual as no:
+        if called is not None and not inner:
+            whole, adds = find_whole(name, module, called.args, called.kwargs)
+            if whole is not None:
+                _check_ownership(model, whole, module)
+                return [whole]
+            no.near = no.near and adds
+        raise refusal if refusal and no.near else no from no
+    kept = []
+    for strand in strands:
+        try:
+            _check_ownership(model, strand, module)
+            kept.append(strand)
+        except NotResidual as no:
+            refusal = refusal or no
+    if not kept:
+        raise refusal or NotResidual("it computes no sum of two functions of its input", near=False)
+    return list(kept)
 
 
 def _candidate(module: nn.Module) -> bool:
@@ -61,9 +117,9 @@ def _candidate(module: nn.Module) -> bool:
     )
 
 
-def _check_ownership(model: nn.Module, block: Block, module: nn.Module) -> None:
+def _check_ownership(model: nn.Module, block: AnyBlock, module: nn.Module) -> None:
     """A block can only be removed if nothing else in the model needs its parameters."""
-    if not block.name:
+    if isinstance(block, Block) and not block.path:
         raise NotResidual("the model itself is one residual block; wrap it: `nn.Sequential(model)`")
     names = [n for n, m in model.named_modules(remove_duplicate=False) if m is module]
     if len(names) > 1:
@@ -72,11 +128,12 @@ def _check_ownership(model: nn.Module, block: Block, module: nn.Module) -> None:
     if not mine:
         raise NotResidual("its branch has no parameters of its own, so there is nothing to prune", near=False)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in mine and not name.startswith(f"{block.name}."):
+        inside = not block.path or name.startswith(f"{block.path}.")
+        if id(parameter) in mine and not inside:
             raise NotResidual(f"its branch shares a parameter with {name}; untie the two to prune the block")
 
 
-def choose(model: nn.Module, blocks: Sequence[str] | BlockFinder | None) -> Survey:
+def choose(model: nn.Module, blocks: Sequence[str] | BlockFinder | None, example: Any = None) -> Survey:
     """The blocks to gate, or an error that says why there are none."""
     gated = [name for name, module in model.named_modules() if isinstance(module, Gated)]
     if gated:
@@ -90,7 +147,7 @@ def choose(model: nn.Module, blocks: Sequence[str] | BlockFinder | None) -> Surv
         found = Survey(list(blocks(model)), {})
         _check_found(model, found.blocks)
     else:
-        found = survey(model)
+        found = survey(model, example)
         if blocks is not None:
             found = _select(found, blocks)
     if not found.blocks:
@@ -104,16 +161,16 @@ def choose(model: nn.Module, blocks: Sequence[str] | BlockFinder | None) -> Surv
     return found
 
 
-def _check_found(model: nn.Module, blocks: Sequence[Block]) -> None:
+def _check_found(model: nn.Module, blocks: Sequence[AnyBlock]) -> None:
     """A user's finder must keep to the rules that ours does."""
     modules = dict(model.named_modules())
     names = [block.name for block in blocks]
     for block in blocks:
         around = [name for name in names if block.name.startswith(f"{name}.")]
-        if block.name not in modules or names.count(block.name) > 1 or around:
+        if block.path not in modules or names.count(block.name) > 1 or around:
             reason = (
                 "the model has none"
-                if block.name not in modules
+                if block.path not in modules
                 else f"it stands {names.count(block.name)} times"
             )
             reason = f"it stands inside of {around[0]!r}" if around else reason
@@ -122,7 +179,7 @@ def _check_found(model: nn.Module, blocks: Sequence[Block]) -> None:
                 "a submodule of the model, once, and none inside of another."
             )
         try:
-            _check_ownership(model, block, modules[block.name])
+            _check_ownership(model, block, modules[block.path])
         except NotResidual as no:
             raise ValueError(
                 f"The block {block.name!r} that blocks= returned cannot be pruned: {no}."
@@ -153,38 +210,39 @@ class _Whole(OwnForward):
         return own or module_qualified_name in self.leaves
 
 
-def unaliased(model: nn.Module, blocks: Sequence[Block]) -> set[str]:
+def unaliased(model: nn.Module, blocks: Sequence[AnyBlock]) -> set[str]:
     """The blocks that must not hand on their very input when they are closed.
 
     An open block returns memory of its own. A closed one may return its input, which is the same unless
     somebody overwrites one of the two in place; where that cannot be excluded, it returns a copy.
     """
-    by_name = {block.name: block for block in blocks}
+    everyone = {block.name for block in blocks}
+    by_path = {block.path: block for block in blocks}
     try:
-        graph, _ = trace_modes(model, lambda: _Whole(set(by_name)))
+        graph, _ = trace_modes(model, lambda: _Whole(set(by_path)))
     except Untraceable:
-        return set(by_name)
+        return everyone
 
     def overwrites(node: fx.Node, value: fx.Node) -> bool:
-        if node.op == "call_module" and str(node.target) in by_name:
-            return by_name[str(node.target)].overwrites
+        if node.op == "call_module" and str(node.target) in by_path:
+            return by_path[str(node.target)].overwrites
         return overwritten(model, node) is value
 
     def touched(value: fx.Node) -> bool:
         """Whether `value`, or what may be a view of it, is overwritten."""
         return any(
-            overwrites(n, value) or (not _is_fresh(model, n, by_name) and touched(n)) for n in value.users
+            overwrites(n, value) or (not _is_fresh(model, n, by_path) and touched(n)) for n in value.users
         )
 
     safe = set()
-    for name in by_name:
-        nodes = [n for n in graph.nodes if n.op == "call_module" and n.target == name]
+    for path in by_path:
+        nodes = [n for n in graph.nodes if n.op == "call_module" and n.target == path]
         if len(nodes) == 1 and not touched(nodes[0]) and not touched(nodes[0].all_input_nodes[0]):
-            safe.add(name)
-    return set(by_name) - safe
+            safe.add(path)
+    return {block.name for block in blocks if block.path not in safe}
 
 
-def _is_fresh(model: nn.Module, node: fx.Node, blocks: Mapping[str, Block]) -> bool:
+def _is_fresh(model: nn.Module, node: fx.Node, blocks: Mapping[str, AnyBlock]) -> bool:
     """Whether `node` certainly returns memory of its own."""
     if node.op == "call_module":
         return str(node.target) in blocks or type(model.get_submodule(str(node.target))) not in VIEWS

@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shallower.fitting import AnyBlock
 from shallower.optim import unknown
-from shallower.split import Block
 
 
 def check_options(optimizer: Any, dataset_size: Any, estimator: Any, theta: float, tolerance: float) -> None:
@@ -31,13 +31,13 @@ def check_options(optimizer: Any, dataset_size: Any, estimator: Any, theta: floa
         )
 
 
-def check_trainable(model: nn.Module, optimizer: Optimizer, blocks: Mapping[str, Block]) -> None:
-    for name, block in blocks.items():
-        mine = block.prunable(model.get_submodule(name))
+def check_trainable(model: nn.Module, optimizer: Optimizer, blocks: Mapping[str, AnyBlock]) -> None:
+    for block in blocks.values():
+        mine = block.prunable(model.get_submodule(block.path))
         strangers = unknown(optimizer, mine)
         if strangers:
             raise ValueError(
-                f"The optimizer does not hold {[f'{name}.{s}' for s in strangers]}. It must train every "
-                "parameter of a gated block: build it from `model.parameters()` of this very model, set "
-                "requires_grad=False on what is frozen, or leave the block out with `blocks=`."
+                f"The optimizer does not hold {[f'{block.path}.{s}' for s in strangers]}. It must train "
+                "every parameter of a gated block: build it from `model.parameters()` of this very model, "
+                "set requires_grad=False on what is frozen, or leave the block out with `blocks=`."
             )

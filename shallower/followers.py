@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from shallower.absorption import absorb
-from shallower.gate import GATE, Gate, attach, detach
-from shallower.graphs import replace
+from shallower.fitting import AnyBlock, cut, fit, fitted, take_off
+from shallower.gate import Gate
 from shallower.split import Block
 
 
@@ -14,17 +14,20 @@ class Follower:
     """A copy with gates of its own that are never drawn: in evaluation it is the mean network, too."""
 
     def __init__(
-        self, model: nn.Module, blocks: Mapping[str, Block], thetas: Mapping[str, float], unaliased: set[str]
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, AnyBlock],
+        thetas: Mapping[str, float],
+        unaliased: set[str],
     ) -> None:
         self.model, self.blocks, self.unaliased = model, blocks, unaliased
         self.gates = {name: self._gate(name, rate) for name, rate in thetas.items()}
 
     def _gate(self, name: str, rate: float) -> Gate:
-        module = self.model.get_submodule(name)
-        gate: Gate | None = vars(module).get(GATE)  # of a model copied with its gates
+        gate = fitted(self.model, self.blocks[name])  # of a model copied with its gates
         if gate is None:
             options = {"watching": False, "free": False, "alias": name not in self.unaliased}
-            gate = attach(module, self.blocks[name], rate, **options)
+            gate = fit(self.model, self.blocks[name], rate, **options)
         gate.watching, gate.xi, gate.rate = False, True, rate
         return gate
 
@@ -32,14 +35,12 @@ class Follower:
         self.gates[name].rate = value
 
     def cut(self, name: str) -> None:
-        module = self.model.get_submodule(name)
         del self.gates[name]
-        detach(module)
-        replace(self.model, name, self.blocks[name].bypass(module, alias=name not in self.unaliased))
+        cut(self.model, self.blocks[name], alias=name not in self.unaliased)
 
     def ungate(self) -> None:
         for name in self.gates:
-            detach(self.model.get_submodule(name))
+            take_off(self.model, self.blocks[name])
         self.gates.clear()
 
     def finish(self, removed: Sequence[str], survivors: Sequence[Block]) -> None:

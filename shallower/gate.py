@@ -9,8 +9,9 @@ A gated module keeps its place, its parameters and their names. Only its class c
 import copy
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shallower.compilation import Compiled, Compiler
-from shallower.graphs import compiled, frozen_statistics, source, used_modules
-from shallower.split import Block, linear_parameters, split
+from shallower.graphs import MIXIN, compiled, frozen_statistics, source, used_modules
+from shallower.split import Block, Owned, linear_parameters, split
 from shallower.watch import Watch, inner, new_xi
 
 GATE, THETA = "shallower_gate", "shallower_theta"  # an attribute and a buffer of a gated module
@@ -40,6 +41,7 @@ class Gate:
     branch forward only.
     """
 
+    shared: tuple[str, ...] = (*PARTS, "inputs", "constants", "compiled")  # with copies of itself
     head: Callable[[nn.Module, Tensor], Tensor]
     branch: Callable[[nn.Module, Tensor], Tensor]
     skip: Callable[[nn.Module, Tensor], Tensor]
@@ -56,6 +58,7 @@ class Gate:
         self.rate = 1.0  # theta as a number, handed to the buffer when the mean network runs
         self.credits: list[Tensor] = []
         self.compiled: Compiled | None = None  # the module's own forward, see `Pruner.compile`
+        self.heard: list[Callable[[], Any]] | None = None  # its branch in evaluation, see `ledger`
         self.record: list[tuple[Gate, Tensor]] | None = None  # see `estimators.flip`
         self.replay: deque[Tensor] = deque()
         self._prepare(block)
@@ -65,9 +68,14 @@ class Gate:
         return self.module.training
 
     @property
+    def buffer(self) -> str:
+        """Under which name the module holds theta."""
+        return THETA
+
+    @property
     def theta(self) -> Tensor:
         """The rate of survival, in [0, 1]; a buffer, so that no weight optimiser sees it."""
-        return getattr(self.module, THETA)
+        return getattr(self.module, self.buffer)
 
     def _prepare(self, block: Block) -> None:
         parts = [getattr(block, part) for part in PARTS]
@@ -76,8 +84,11 @@ class Gate:
         self.inside = list(used_modules(self.module, block.branch))
         self.constants = _constants(self.module)
         self.inputs = inspect.signature(type(self.module).forward).parameters
-        last = linear_parameters(self.module, block) if self.wants_free else []
-        self.last = last if all(p.requires_grad for _, _, p in last) else []
+        self._read(linear_parameters(self.module, block) if self.wants_free else [])
+
+    def _read(self, last: Sequence[Owned]) -> None:
+        """Read the estimate (3) off the gradients of the branch's last affine map, if it is trained."""
+        self.last = list(last) if all(p.requires_grad for _, _, p in last) else []
         self._opened = False  # a training forward of the open block has run since the last step
         self._handles: list[RemovableHandle] = []
         if self.last and self.watching:
@@ -146,7 +157,7 @@ class Gate:
         if self.replay:
             return self.replay.popleft().clone()
         z = args[0] if len(args) == 1 and not kwargs else self.input(args, kwargs)
-        if not (self.xi and self.module.training and self._may_run_whole()):
+        if not (self.xi and self.module.training and self.may_run_whole()):
             out = self._forward(z)
         else:  # open: as the module's author wrote it
             out = whole(z) if self.compiled is None else self.compiled(self.module, z)
@@ -154,7 +165,7 @@ class Gate:
             self.record.append((self, out.clone()))
         return out
 
-    def _may_run_whole(self) -> bool:
+    def may_run_whole(self) -> bool:
         if not (self.watching and torch.is_grad_enabled()):
             return True
         free = self._free()
@@ -180,6 +191,7 @@ class Gate:
         z = self.head(module, z)
         if not module.training:
             self.theta.fill_(self.rate)
+            self._hear(partial(self.branch, module, z))
             return self.tail(module, self.skip(module, z) + self.theta * self.branch(module, z))
         skip = self.skip(module, z)
         if self.xi:
@@ -196,6 +208,10 @@ class Gate:
             )  # (1) with xi = 0
         out = self.tail(module, skip)
         return out if self.alias else out.clone()
+
+    def _hear(self, run: Callable[[], Any]) -> None:
+        if self.heard is not None:
+            self.heard.append(run)
 
     def _check_shapes(self, skip: Tensor, branch: Tensor) -> None:
         if skip.shape != branch.shape:
@@ -225,17 +241,19 @@ class Gate:
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: compiled parts and hooks stay behind, and the copy splits its block again."""
         kept = ("name", "module", "watching", "wants_free", "alias", "xi", "rate", "code")
-        return {name: vars(self)[name] for name in kept}
+        return {name: vars(self)[name] for name in kept if name in vars(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, credits=[], compiled=None, record=None, replay=deque(), _handles=[])
+        vars(self).update(
+            state, credits=[], compiled=None, heard=None, record=None, replay=deque(), _handles=[]
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Gate":
         """A copy that runs the same parts; its estimates are its own."""
-        twin = memo[id(self)] = object.__new__(Gate)
+        twin = memo[id(self)] = object.__new__(type(self))
         twin.__setstate__(self.__getstate__())
         twin.module = copy.deepcopy(self.module, memo)
-        for name in (*PARTS, "inputs", "constants", "compiled"):
+        for name in self.shared:
             setattr(twin, name, getattr(self, name))
         twin.inside = copy.deepcopy(self.inside, memo)
         twin.last, twin._opened = [], False
@@ -273,18 +291,20 @@ class Gated(nn.Module):
     torch.compile leaves the gate alone: it would compile the block anew for every draw.
     """
 
+    _shallower_mixin = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return _outside_of_the_graph(self, super().forward, args, kwargs)
         return _run(self, super().forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty, (type(self).__bases__[1],), self.__dict__
+        return _empty, type(self).__bases__[:2], self.__dict__
 
 
 def _run(module: Gated, whole: Whole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     gate: Gate = module.__dict__[GATE]
-    if "branch" not in gate.__dict__:
+    if "inside" not in gate.__dict__:
         with plain(module):
             gate.restore()
     return gate.run(whole, args, kwargs)
@@ -295,6 +315,8 @@ _outside_of_the_graph = torch.compiler.disable(_run)
 
 class Removed(nn.Module):
     """The part of a removed module's class that keeps it from being run again."""
+
+    _shallower_mixin = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         raise RuntimeError(
@@ -307,15 +329,15 @@ class Removed(nn.Module):
 _CLASSES: dict[tuple[type, type], type[nn.Module]] = {}  # one class for each, as for isinstance
 
 
-def _derived(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+def derived(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
     if (mixin, cls) not in _CLASSES:
-        own = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        own = {"__module__": cls.__module__, "__doc__": cls.__doc__, MIXIN: True}
         _CLASSES[mixin, cls] = type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), own)
     return _CLASSES[mixin, cls]
 
 
-def _empty(cls: type[nn.Module]) -> nn.Module:
-    gated = _derived(Gated, cls)
+def _empty(mixin: type[nn.Module], cls: type[nn.Module]) -> nn.Module:
+    gated = derived(mixin, cls)
     return gated.__new__(gated)
 
 
@@ -326,7 +348,7 @@ def attach(module: nn.Module, block: Block, theta: float, **options: bool) -> Ga
     device = next(p.device for p in module.parameters())
     module.register_buffer(THETA, torch.tensor(theta, device=device), persistent=False)
     vars(module)[GATE] = gate
-    module.__class__ = _derived(Gated, type(module))
+    module.__class__ = derived(Gated, type(module))
     return gate
 
 
@@ -340,7 +362,7 @@ def detach(module: nn.Module) -> None:
 def retire(module: nn.Module, name: str) -> None:
     """Let a module that has left the model raise if it is called all the same."""
     vars(module)["shallower_removed"] = name
-    module.__class__ = _derived(Removed, type(module))
+    module.__class__ = derived(Removed, type(module))
 
 
 @contextmanager

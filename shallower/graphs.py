@@ -13,6 +13,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 
+GONE = "shallower_gone"  # an attribute: the parameters that a pruned module has lost, which its forward names
+MIXIN = "_shallower_mixin"  # of the classes that come before an author's own
+
 # -- tracing ------------------------------------------------------------------------------------------
 
 
@@ -42,8 +45,13 @@ class OwnForward(fx.Tracer):
         return True
 
 
-def trace_modes(module: nn.Module, tracer: Callable[[], fx.Tracer]) -> tuple[fx.Graph, fx.Graph]:
-    """The graphs of `forward` in training and in evaluation; the module is left as it was."""
+def trace_modes(
+    module: nn.Module, tracer: Callable[[], fx.Tracer], *, forward: Callable[..., Any] | None = None
+) -> tuple[fx.Graph, fx.Graph]:
+    """The graphs of `forward` in training and in evaluation; the module is left as it was.
+
+    By default it is the module's own, with all arguments that have a default at it.
+    """
     if "forward" in vars(module):
         raise Untraceable("its forward was replaced on this one instance, where torch.fx does not look")
     modes = {m: m.training for m in module.modules()}
@@ -53,7 +61,8 @@ def trace_modes(module: nn.Module, tracer: Callable[[], fx.Tracer]) -> tuple[fx.
             for m in modes:
                 m.training = mode
             with _without_dice():
-                graphs.append(tracer().trace(_shadow(module), concrete_args=defaults(module)))
+                fixed = defaults(module) if forward is None else None
+                graphs.append(tracer().trace(_shadow(module, forward), concrete_args=fixed))
     except Untraceable:
         raise
     except Exception as error:  # torch.fx lets through whatever a user's forward raises on a symbolic input
@@ -67,16 +76,25 @@ def trace_modes(module: nn.Module, tracer: Callable[[], fx.Tracer]) -> tuple[fx.
     return graphs[0], graphs[1]
 
 
+def author(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as its author wrote it."""
+    return next(cls for cls in type(module).__mro__ if MIXIN not in vars(cls))
+
+
 def defaults(module: nn.Module) -> dict[str, Any]:
     """The arguments of `forward` that have a default, to be fixed at it."""
     arguments = inspect.signature(module.forward).parameters.values()
     return {p.name: p.default for p in arguments if p.default is not p.empty}
 
 
-def _shadow(module: nn.Module) -> nn.Module:
+def _shadow(module: nn.Module, forward: Callable[..., Any] | None) -> nn.Module:
     """`module` over the same children and parameters; what a forward writes to itself is written here."""
-    shadow = object.__new__(type(module))
+    cls = type(module)
+    own = {"forward": forward, "__module__": cls.__module__}
+    shadow: nn.Module = object.__new__(cls if forward is None else type(cls.__name__, (cls,), own))
     vars(shadow).update(vars(module))
+    gone = {name: nn.Parameter(torch.empty(0)) for name in vars(module).get(GONE, ())}
+    vars(shadow)["_parameters"] = {**module._parameters, **gone}
     vars(shadow)["_buffers"] = {n: b if b is None else b.clone() for n, b in module._buffers.items()}
     return shadow
 
@@ -166,6 +184,9 @@ def compiled(part: fx.Graph) -> Callable[[nn.Module, Tensor], Tensor]:
 
     The children are looked up in the module at every call, so one that is exchanged later counts.
     """
+    for node in part.nodes:
+        if node.name == "self":  # after a child of that name, as BERT's attention has one
+            node.name = "self_"
     code = part.python_code("self")
     scope = dict(code.globals)
     exec(compile(code.src, "<shallower block>", "exec"), scope)
@@ -177,15 +198,16 @@ def source(part: fx.Graph) -> str:
     return part.python_code("self").src
 
 
-def targets(part: fx.Graph) -> Iterator[str]:
-    """The names of the children and parameters that `part` uses."""
-    return (str(node.target) for node in part.nodes if node.op in ("call_module", "get_attr"))
-
-
 def uses(module: nn.Module, part: fx.Graph) -> list[tuple[str, nn.Parameter]]:
     """The parameters of `module` that `part` uses, as often as it uses them."""
+    return used_by(module, part.nodes)
+
+
+def used_by(module: nn.Module, nodes: Iterable[fx.Node]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of `module` that `nodes` use, as often as they use them."""
     everything = list(module.named_parameters(remove_duplicate=False))
-    return [(n, p) for t in targets(part) for n, p in everything if n == t or n.startswith(f"{t}.")]
+    names = [str(node.target) for node in nodes if node.op in ("call_module", "get_attr")]
+    return [(n, p) for t in names for n, p in everything if n == t or n.startswith(f"{t}.")]
 
 
 def used(module: nn.Module, part: fx.Graph) -> dict[str, nn.Parameter]:

@@ -245,28 +245,32 @@ def _saved_bytes(model: nn.Module, example: Example) -> int:
 def _latencies(pruner: Pruner, example: Example, repeats: int) -> tuple[dict[str, float], float]:
     """The median time of each branch alone, on what its block reads when `example` runs through the model,
     and that of the whole model."""
-    inputs: dict[str, Tensor] = {}
-
-    def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs[name] = pruner.gates[name].input(args, kwargs)
-
-    handles = [
-        g.module.register_forward_pre_hook(partial(keep, n), with_kwargs=True)
-        for n, g in pruner.gates.items()
-    ]
     device, seconds = next(pruner.model.parameters()).device, {}
 
     def median(run: Callable[[], Any]) -> float:
         return statistics.median([_timed(run, device) for _ in range(repeats + 1)][1:])
 
     with _mode(pruner.model, training=False):
-        call(pruner.model, example)
-        for handle in handles:
-            handle.remove()
-        for name, gate in pruner.gates.items():
-            z = gate.head(gate.module, inputs.pop(name))
-            seconds[name] = median(partial(gate.branch, gate.module, z))
+        runs = _branches(pruner, example)
+        for name in pruner.gates:
+            seconds[name] = median(runs[name])
         return seconds, median(partial(call, pruner.model, example))
+
+
+def _branches(pruner: Pruner, example: Example) -> dict[str, Callable[[], Any]]:
+    """Each branch as a function of nothing, on what it reads when `example` runs through the model."""
+    for gate in pruner.gates.values():
+        gate.heard = []
+    call(pruner.model, example)
+    heard = {name: gate.heard or [] for name, gate in pruner.gates.items()}
+    for gate in pruner.gates.values():
+        gate.heard = None
+    return {name: partial(_each, runs) for name, runs in heard.items()}
+
+
+def _each(runs: Sequence[Callable[[], Any]]) -> None:
+    for run in runs:
+        run()
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,10 +16,12 @@ from shallower.blocks import BlockFinder, choose, unaliased
 from shallower.checks import check_options, check_trainable
 from shallower.compilation import Compiler
 from shallower.estimators import Closure, Estimator, first_order, needs_loss
+from shallower.fitting import cut, fit, take_off, without
 from shallower.followers import Follower, check_copy
-from shallower.gate import Gate, attach, detach, retire
-from shallower.graphs import frozen_statistics, replace
+from shallower.gate import Gate
+from shallower.graphs import frozen_statistics
 from shallower.hook import BeforeStep
+from shallower.split import Block
 from shallower.state import VERSION, check_state
 
 
@@ -71,6 +74,8 @@ class Pruner:
         tolerance: a rate that falls to it is dead.
         seed: of the draws.
         grad_scaler: the GradScaler, if the loss is scaled with one.
+        example: an input of the model (a tensor, a tuple of arguments, a dict of keyword arguments), to find
+            blocks that read more than one; see `find_blocks`.
     """
 
     def __init__(
@@ -90,13 +95,14 @@ class Pruner:
         tolerance: float = 0.01,
         seed: int = 0,
         grad_scaler: torch.amp.GradScaler | None = None,
+        example: Any = None,
     ) -> None:
         check_options(optimizer, dataset_size, estimator, theta, tolerance)
         assert dataset_size is not None
         self.model, self.optimizer, self.estimator = model, optimizer, estimator
         self.dataset_size, self.tolerance, self.grad_scaler = dataset_size, tolerance, grad_scaler
         self.log_gamma = prior.schedule(log_gamma, price, dataset_size)
-        found, self.rejected = choose(model, blocks)
+        found, self.rejected = choose(model, blocks, example)
         self.blocks = {block.name: block for block in found}
         check_trainable(model, optimizer, self.blocks)
         self.multipliers = prior.multiplier_vector(multipliers, self.names)
@@ -105,7 +111,7 @@ class Pruner:
         self.theta_optimizer = theta_optimizer([self.theta], lr=theta_lr)
         self.generator = torch.Generator().manual_seed(seed)
         self._prunable = {
-            n: list(b.prunable(model.get_submodule(n)).values()) for n, b in self.blocks.items()
+            n: list(b.prunable(model.get_submodule(b.path)).values()) for n, b in self.blocks.items()
         }
         self._sizes = [sum(p.numel() for p in self._prunable[name]) for name in self.names]
         self._unaliased = unaliased(model, found)
@@ -125,7 +131,7 @@ class Pruner:
     def _attach(self, name: str, theta: float) -> Gate:
         watching, free = not needs_loss(self.estimator), getattr(self.estimator, "free", True)
         options = {"watching": watching, "free": free, "alias": name not in self._unaliased}
-        return attach(self.model.get_submodule(name), self.blocks[name], theta, **options)
+        return fit(self.model, self.blocks[name], theta, **options)
 
     @property
     def names(self) -> list[str]:
@@ -277,21 +283,17 @@ class Pruner:
 
     def _cut(self, name: str) -> None:
         """The block leaves the module tree and the optimiser; skip and tail stay, under their names."""
-        module = self.model.get_submodule(name)
         del self.gates[name]
-        detach(module)
         optim.forget(self.optimizer, self._prunable.pop(name))
-        replace(self.model, name, self.bypass(name))
-        retire(module, name)
+        cut(self.model, self.blocks[name], alias=name not in self._unaliased)
         for follower in self._followers:
             follower.cut(name)
         self._alive[self.names.index(name)] = 0.0
         self.theta.mul_(self._alive)
 
-    def bypass(self, name: str) -> nn.Module:
-        """What stands in the place of the block `name` once it is removed; the model is left as it is."""
-        module = self.model.get_submodule(name)
-        return self.blocks[name].bypass(module, alias=name not in self._unaliased)
+    def without(self, name: str) -> AbstractContextManager[None]:
+        """The finalised model as it were without the survivor `name`, for a while."""
+        return without(self.model, self.blocks[name], alias=name not in self._unaliased)
 
     def finalize(self, threshold: float = 0.1) -> list[Removal]:
         """Make the network deterministic: rates below `threshold` become 0, all others 1.
@@ -309,8 +311,7 @@ class Pruner:
 
     def _ungate(self) -> None:
         for name in self.gates:
-            module = self.model.get_submodule(name)
-            detach(module)
+            module = take_off(self.model, self.blocks[name])
             if self._compiler is not None:
                 module.compile(**self._compiler.options)
             self.theta[self.names.index(name)] = 1.0
@@ -335,8 +336,9 @@ class Pruner:
         if not self.finalized:
             self._ungate()
         if not self.finished:
-            survivors = [self.blocks[name] for name in self.alive]
-            removed = [event.block for event in self.events]
+            modules = {name: block for name, block in self.blocks.items() if isinstance(block, Block)}
+            survivors = [modules[name] for name in self.alive if name in modules]
+            removed = [event.block for event in self.events if event.block in modules]
             self.absorption = absorb(self.model, removed, survivors, optimizer=self.optimizer)
             for follower in self._followers:
                 follower.finish(removed, survivors)

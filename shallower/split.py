@@ -9,7 +9,7 @@ graphs over the module's own children, under the children's own names.
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,11 @@ class Block:
     tail: fx.Graph
     overwrites: bool = False  # its own forward changes its input in place
 
+    @property
+    def path(self) -> str:
+        """Where its module stands in the model."""
+        return self.name
+
     def prunable(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters that only the branch uses: those that leave when the block is removed."""
         kept = {id(p) for part in (self.head, self.skip, self.tail) for p in used(module, part).values()}
@@ -141,19 +146,19 @@ def _trace(module: nn.Module) -> fx.Graph:
             "use modules that know their mode, such as `nn.Dropout` for `F.dropout`"
         )
     for graph_sum in [node for node in train.nodes if node.kwargs.get("alpha", 1) != 1]:
-        _write_out_alpha(train, graph_sum)
+        write_out_alpha(train, graph_sum)
     return train
 
 
-def _write_out_alpha(graph: fx.Graph, node: fx.Node) -> None:
+def write_out_alpha(graph: fx.Graph, node: fx.Node) -> None:
     """a + alpha * b, as a sum and a product."""
-    if node.target in SUMS and len(terms := _terms(node)) == 2:
+    if node.target in SUMS and len(both := terms(node)) == 2:
         with graph.inserting_before(node):
-            scaled = graph.call_function(operator.mul, (terms[1], node.kwargs["alpha"]))
-        node.args, node.kwargs = (terms[0], scaled), {}
+            scaled = graph.call_function(operator.mul, (both[1], node.kwargs["alpha"]))
+        node.args, node.kwargs = (both[0], scaled), {}
 
 
-def _terms(node: fx.Node) -> list[Any]:
+def terms(node: fx.Node) -> list[Any]:
     return [*node.args, *(node.kwargs[name] for name in ("input", "other") if name in node.kwargs)]
 
 
@@ -161,8 +166,8 @@ def _is_sum(node: fx.Node, depends: set[fx.Node]) -> bool:
     return (
         node.op in ("call_function", "call_method")
         and node.target in SUMS
-        and len(_terms(node)) == 2
-        and all(isinstance(term, fx.Node) and term in depends for term in _terms(node))
+        and len(terms(node)) == 2
+        and all(isinstance(term, fx.Node) and term in depends for term in terms(node))
     )
 
 
@@ -181,7 +186,7 @@ def _operands(
     module: nn.Module, graph: fx.Graph, total: fx.Node, depends: set[fx.Node]
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Which operand of the sum is the skip, which the branch, and the value where both start."""
-    left, right = _terms(total)
+    left, right = terms(total)
     behind = {node: ancestors(node) & depends for node in (left, right)}
     shared = behind[left] & behind[right]
     fork = {n for n in shared if n in (left, right) or any(u in depends - shared for u in n.users)}
@@ -194,14 +199,15 @@ def _operands(
             "it computes two residual sums, one after the other; give each a module of its own: "
             "`nn.Sequential(shallower.Residual(first), shallower.Residual(second))`"
         )
-    skip = _which_is_skip(module, graph, left, right, start)
+    skip = which_is_skip(module, graph, left, right, start)
     return skip, right if skip is left else left, start
 
 
-def _which_is_skip(
+def which_is_skip(
     module: nn.Module, graph: fx.Graph, left: fx.Node, right: fx.Node, start: fx.Node
 ) -> fx.Node:
-    """The skip is the input itself; else what has no parameters; else what is linear; else the smaller."""
+    """The skip is the input itself; else what has no parameters; else what is linear; else the smaller,
+    if it is one layer or both are linear."""
     if start in (left, right):
         return start
     if type(module).forward is Residual.forward:  # its author has told
@@ -215,6 +221,9 @@ def _which_is_skip(
     if len(by_kind) == 1:
         return by_kind[0]
     if len(by_kind) == 2 and sizes[by_size[0]] < sizes[by_size[1]]:
+        return by_size[0]
+    layers = [sum(p.ndim > 1 for p in used(module, parts[node]).values()) for node in by_size]
+    if layers[0] == 1 < layers[1] and sizes[by_size[0]] < sizes[by_size[1]]:
         return by_size[0]
     raise NotResidual(
         f"it cannot be told which operand of its sum is the skip ({left} or {right}); {REWRITE}"
@@ -289,8 +298,14 @@ def linear_parameters(module: nn.Module, block: Block) -> list[Owned]:
     Dropout, pooling and ReLU may follow the map: what does is homogeneous of degree one, so the output is so
     in the map's parameters. An empty list means that it is not plain from the types.
     """
-    leaf = _last_affine(module, block.branch)
-    return [] if leaf is None else _once(module, block, leaf)
+    parts = (block.head, block.branch, block.skip, block.tail)
+    return last_affine_parameters(module, block.branch, *parts)
+
+
+def last_affine_parameters(module: nn.Module, branch: fx.Graph, *parts: fx.Graph) -> list[Owned]:
+    """The same for a branch of a module that consists of `parts`."""
+    leaf = _last_affine(module, branch)
+    return [] if leaf is None else _once(module, parts, leaf)
 
 
 def _last_affine(module: nn.Module, graph: fx.Graph) -> nn.Module | None:
@@ -320,11 +335,9 @@ def _last_affine_inside(module: nn.Module) -> nn.Module | None:
     return leaf if once else None
 
 
-def _once(module: nn.Module, block: Block, leaf: nn.Module) -> list[Owned]:
-    """The weight and bias of `leaf`, if it has nothing else and the block uses them in one place."""
-    times = [
-        id(p) for part in (block.head, block.branch, block.skip, block.tail) for _, p in uses(module, part)
-    ]
+def _once(module: nn.Module, parts: Sequence[fx.Graph], leaf: nn.Module) -> list[Owned]:
+    """The weight and bias of `leaf`, if it has nothing else and the module uses them in one place."""
+    times = [id(p) for part in parts for _, p in uses(module, part)]
     owned = [(leaf, name, p) for name, p in leaf.named_parameters()]
     plain = all(name in ("weight", "bias") and times.count(id(p)) == 1 for _, name, p in owned)
     return owned if plain else []

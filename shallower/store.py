@@ -19,7 +19,8 @@ from shallower import models
 from shallower.absorption import absorb
 from shallower.blocks import find_blocks
 from shallower.files import write_bytes, write_text
-from shallower.graphs import replace
+from shallower.fitting import cut
+from shallower.split import Block
 
 WEIGHTS, STRUCTURE, VERSION = "model.safetensors", "structure.json", 1
 Build = Callable[..., nn.Module]
@@ -62,9 +63,10 @@ def load(folder: str | Path, *, build: Build | None = None) -> nn.Module:
             f"{folder / STRUCTURE} removes {strangers}, which the network {name!r} does not have."
         )
     for block in structure["removed"]:
-        replace(net, block, blocks[block].bypass(net.get_submodule(block)))
-    survivors = [block for name, block in blocks.items() if name not in structure["removed"]]
-    absorb(net, structure["removed"], survivors)
+        cut(net, blocks[block])
+    modules = {name: block for name, block in blocks.items() if isinstance(block, Block)}
+    survivors = [block for name, block in modules.items() if name not in structure["removed"]]
+    absorb(net, [name for name in structure["removed"] if name in modules], survivors)
     try:
         net.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, SafetensorError, RuntimeError) as error:

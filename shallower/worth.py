@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shallower.graphs import in_mode, replace, same_dice
+from shallower.graphs import in_mode, same_dice
 from shallower.ledger import samples
 from shallower.pruner import Pruner
 
@@ -46,12 +46,11 @@ def worth(pruner: Pruner, batches: Iterable[Any], loss: Callable[[Any], Tensor])
     names = pruner.alive
     sums, squares, total, seen = [0.0] * len(names), [0.0] * len(names), 0, 0
     with _as_in_training(pruner.model):
-        bypasses = {name: pruner.bypass(name) for name in names}
         for batch in batches:
             size = samples(batch)
             run = partial(_run, pruner.model, loss, batch, seen)
             whole = run()
-            gains = [_without(pruner.model, name, bypass, run) - whole for name, bypass in bypasses.items()]
+            gains = [_without(pruner, name, run) - whole for name in names]
             found = torch.stack(gains).tolist() if gains else []
             sums = [s + size * gain for s, gain in zip(sums, found, strict=True)]
             squares = [s + size * gain * gain for s, gain in zip(squares, found, strict=True)]
@@ -77,13 +76,9 @@ def _run(model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, seed: int)
         return loss(batch)
 
 
-def _without(model: nn.Module, name: str, bypass: nn.Module, run: Callable[[], Tensor]) -> Tensor:
-    module = model.get_submodule(name)
-    replace(model, name, bypass)
-    try:
+def _without(pruner: Pruner, name: str, run: Callable[[], Tensor]) -> Tensor:
+    with pruner.without(name):
         return run()
-    finally:
-        replace(model, name, module)
 
 
 @contextmanager

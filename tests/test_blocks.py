@@ -96,10 +96,10 @@ def test_the_finest_blocks_are_taken() -> None:
 
 
 def test_a_block_is_found_around_one_that_cannot_be_split() -> None:
-    inner = block(lambda self, x: F.dropout(x + self.f(x), 0.5, self.training), f=linear())
+    inner = block(lambda self, x: x + self.f(x) if x.sum() > 0 else x, f=linear())
     found = survey(nn.Sequential(Residual(inner)))
     assert [b.name for b in found.blocks] == ["0"]
-    assert list(found.rejected) == ["0.branch"]
+    assert found.rejected == {}  # what goes with its block is no loss
 
 
 def test_names_that_only_begin_alike_are_not_inside_each_other() -> None:
@@ -189,20 +189,22 @@ def test_a_branch_without_parameters_is_no_block_and_comes_not_near() -> None:
     assert rejected(nn.Sequential(linear(), nn.ReLU())) == {}
 
 
-def test_two_sums_of_a_transformer_layer_are_named_with_what_to_do() -> None:
-    layer = nn.TransformerEncoderLayer(4, 2, 8)
+def test_what_cannot_be_traced_is_named_with_what_to_do() -> None:
+    wary = block(lambda self, x: x + self.f(x) if x.sum() > 0 else x, f=linear())
+    assert "write the block as `shallower.Residual" in rejected(nn.ModuleList([wary]))["0"]
+
+
+def test_two_sums_in_one_forward_are_two_blocks() -> None:
     own = block(lambda self, x: (y := x + self.f(x)) + self.g(y), f=linear(), g=linear())
-    reasons = rejected(nn.ModuleList([layer, own]))
-    assert "write the block as `shallower.Residual" in reasons["0"]
-    assert "give each a module of its own" in reasons["1"]
+    assert names(nn.ModuleList([own])) == ["0.f", "0.g"]
 
 
 # -- choosing ------------------------------------------------------------------------------------------
 
 
 def test_no_block_is_an_error_that_names_what_comes_near() -> None:
-    near = block(lambda self, x: F.dropout(x + self.f(x), 0.5, self.training), f=linear())
-    with pytest.raises(ValueError, match=r"(?s)no residual block .*come near:\n  0: its forward depends on"):
+    near = block(lambda self, x: x + self.f(x) if x.sum() > 0 else x, f=linear())
+    with pytest.raises(ValueError, match=r"(?s)no residual block .*come near:\n  0: torch.fx cannot trace"):
         choose(nn.Sequential(near), None)
     with pytest.raises(ValueError, match=r"branch\(z\)\)\.\nGive the layers a skip, as in `shallower"):
         choose(nn.Sequential(linear()), None)
@@ -218,7 +220,7 @@ def test_an_unknown_name_is_refused_with_those_that_were_found() -> None:
     model = nn.Sequential(Residual(linear()), near)
     with pytest.raises(ValueError, match=r"'7' cannot be gated: no such .*Found were: \['0'\]"):
         choose(model, ["7"])
-    with pytest.raises(ValueError, match=r"'1' cannot be gated: its forward needs more than one input \(y\)"):
+    with pytest.raises(ValueError, match=r"'1' cannot be gated: its forward needs more than one"):
         choose(model, ["1"])
 
 

@@ -64,7 +64,7 @@ def _counted(text: str) -> NetworkCost:
     with torch.device("meta"):
         model: nn.Module = getattr(models, found["network"])(**found["options"])
         example = torch.zeros(2, *INPUTS[found["task"]])
-    blocks = find_blocks(model)
+    blocks = [block for block in find_blocks(model) if isinstance(block, Block)]
     inputs: dict[str, Tensor] = {}
     handles = [
         model.get_submodule(block.name).register_forward_pre_hook(partial(_keep, inputs, block.name))

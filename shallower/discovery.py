@@ -1,0 +1,195 @@
+"""Find the residual sums in a model's modules, each looked at as the model calls it."""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shallower.graphs import Untraceable, author, in_mode, same_dice
+from shallower.split import NotResidual, overwritten, terms
+from shallower.sums import (
+    Call,
+    Recorder,
+    Sum,
+    adds_two,
+    arrange,
+    default_call,
+    joins_inputs,
+    only_in,
+    residual_sums,
+    trace_call,
+)
+from shallower.weave import Side, Strand, known_values
+
+
+@dataclass
+class Called:
+    """One call of a module on the example."""
+
+    call: Call
+    values: list[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def plain(self, module: nn.Module) -> bool:
+        """Whether it was called with one tensor, and every other argument at its default."""
+        _, *parameters = inspect.signature(author(module).forward).parameters.values()
+        given = {p.name: p.default for p in parameters}
+        as_default = all(name in given and given[name] == value for name, value in self.call.fixed)
+        return as_default and len(self.values) == 1 and isinstance(self.values[0], Tensor)
+
+
+def run_example(model: nn.Module, example: Any) -> Any:
+    """`model` on a tensor, a tuple of arguments or a mapping of keyword arguments."""
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple | list) else model(example)
+
+
+def record_calls(model: nn.Module, example: Any) -> dict[str, Called]:
+    """How the model calls its modules on `example`, which runs once, in evaluation; nothing is learned."""
+    found: dict[str, Called] = {}
+
+    def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            call, values = arrange(inspect.signature(author(module).forward), args, kwargs)
+        except Untraceable:
+            return
+        found.setdefault(name, Called(call, _own(values), args, kwargs))
+
+    handles = []
+    for name, module in model.named_modules():
+        hook = lambda m, args, kwargs, name=name: keep(name, m, args, kwargs)  # noqa: E731
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        with torch.no_grad(), in_mode(model, training=False), same_dice(model):
+            run_example(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def joins(model: nn.Module, calls: Mapping[str, Called] | None) -> frozenset[type]:
+    """The classes that add one of their inputs to what they make of another, as BERT's output layers do.
+
+    Their sum is a residual one in the module that calls them, so they are opened there.
+    """
+    found, seen = set(), set()
+    for name, module in model.named_modules():
+        cls = author(module)
+        if cls in seen or cls.__module__.startswith("torch.") or (calls is not None and name not in calls):
+            continue
+        seen.add(cls)
+        call = default_call(module) if calls is None else calls[name].call
+        if len(call.live) < 2 or not any(True for _ in module.parameters()):
+            continue
+        try:
+            graph = trace_call(module, call)[False]
+        except Untraceable:
+            continue
+        if any(joins_inputs(node) for node in graph.nodes if adds_two(node)):
+            found.add(cls)
+    return frozenset(found)
+
+
+def find_strands(
+    path: str, module: nn.Module, called: Called | None, opened: frozenset[type], inner: Sequence[str]
+) -> list[Strand]:
+    """The residual sums in the module's own forward that can be gated, or `NotResidual`."""
+    call = default_call(module) if called is None else called.call
+    if not call.live:
+        raise NotResidual("its forward has no input", near=False)
+    try:
+        graphs = trace_call(module, call, opened=set(opened))
+    except Untraceable as no:
+        raise NotResidual(str(no)) from no
+    values = {} if called is None else _values(module, graphs[False], called)
+    found = residual_sums(module, graphs[False], values)
+    sums = {i: s for i, s in found.items() if isinstance(s, Sum)}
+    sides = _sides(sums.values(), graphs[False])
+    twins = residual_sums(module, graphs[True], known_values(graphs[True], sides))
+    children = [p[len(path) + 1 if path else 0 :] for p in inner]
+    strands, reasons = [], [str(s) for s in found.values() if isinstance(s, NotResidual)]
+    for index, each in sums.items():
+        parameters = only_in(module, graphs[False], each.region)
+        holds = [c for c in children for t in each.targets() if c == t or c.startswith(f"{t}.")]
+        if not parameters or holds or not isinstance(twins.get(index), Sum):
+            continue
+        strands.append(
+            Strand(
+                name=_name(path, each, parameters),
+                path=path,
+                index=index,
+                call=call,
+                parameters=tuple(parameters),
+                left=each.skip is terms(each.total)[0],
+                opened=opened,
+                sides=sides,
+                touched=each.touched,
+                overwrites=any(_overwrites_input(module, node) for node in graphs[False].nodes),
+            )
+        )
+    if not strands:
+        raise NotResidual(
+            reasons[0] if reasons else "it has no sum with a branch of its own", near=bool(reasons)
+        )
+    return _named(path, strands, alone=not inner)
+
+
+def _values(module: nn.Module, graph: fx.Graph, called: Called) -> dict[fx.Node, Any]:
+    recorder = Recorder(module, graph)
+    try:
+        with torch.no_grad(), in_mode(module, training=False), same_dice(module):
+            recorder.run(*_own(called.values))
+    except Exception as error:  # whatever the module raises when it is run by itself
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise NotResidual(f"it cannot be run by itself on the example ({reason})") from error
+    return recorder.values
+
+
+def _own(values: Sequence[Any]) -> list[Any]:
+    """Caches and the like change when a module runs."""
+    return [value if isinstance(value, Tensor) else copy.deepcopy(value) for value in values]
+
+
+def _sides(sums: Any, graph: fx.Graph) -> tuple[Side, ...]:
+    sides: dict[int, str | None] = {}
+    for each in sums:
+        for node, value in each.sides.items():
+            sides[node.args[1]] = None if value is None else str(value.target)
+    return tuple(sides.items())
+
+
+def _overwrites_input(module: nn.Module, node: fx.Node) -> bool:
+    old = overwritten(module, node)
+    return old is not None and old.op == "placeholder"
+
+
+def _name(path: str, each: Sum, parameters: Mapping[str, nn.Parameter]) -> str:
+    """After the child with most of the branch's parameters."""
+    sizes: dict[str, int] = {}
+    for name, parameter in parameters.items():
+        child = name.partition(".")[0]
+        sizes[child] = sizes.get(child, 0) + parameter.numel()
+    child = max(sizes, key=sizes.__getitem__)
+    return f"{path}.{child}" if path else child
+
+
+def _named(path: str, strands: list[Strand], *, alone: bool) -> list[Strand]:
+    """A single sum has the name of its module; names that stand twice get a number."""
+    if len(strands) == 1 and alone and path:
+        return [_renamed(strands[0], path)]
+    names = [strand.name for strand in strands]
+    return [
+        strand if names.count(strand.name) == 1 else _renamed(strand, f"{strand.name}#{strand.index}")
+        for strand in strands
+    ]
+
+
+def _renamed(strand: Strand, name: str) -> Strand:
+    return Strand(**{**vars(strand), "name": name})

@@ -1,0 +1,296 @@
+"""The residual sums in one module's forward, however many, whatever else it reads and returns.
+
+    x = x + attention(norm1(x), mask)                 total = skip + branch
+    x = x + mlp(norm2(x))
+
+A forward is traced as it is called: tensors (and whatever else is not a plain constant) are inputs of the
+graph, plain constants are part of it. What only the branch of a sum needs is its *region*: it runs if the
+gate is open, and leaves the network if the sum is pruned.
+"""
+
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from shallower.graphs import OwnForward, Untraceable, ancestors, author, dependents, trace_modes, used_by
+from shallower.split import SUMS, NotResidual, overwritten, terms, which_is_skip, write_out_alpha
+
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+CHECKS = {torch._assert}
+
+
+# -- how a module is called ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call: the names of the inputs, and the constants with their values."""
+
+    live: tuple[str, ...] = ()
+    fixed: tuple[tuple[str, Any], ...] = ()
+
+
+def arrange(
+    forward: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Call, list[Any]]:
+    """A call of a method of the signature `forward`, and the values of its inputs."""
+    given: dict[str, Any] = {}
+    names = list(forward.parameters.values())[1:]
+    for parameter, value in zip(names, args, strict=False):
+        given[parameter.name] = value
+    if len(args) > len(names) or any(p.kind is p.VAR_POSITIONAL for p in names[: len(args)]):
+        raise Untraceable("it is called with more positional arguments than its forward names")
+    given |= kwargs
+    fixed = {name: value for name, value in given.items() if _is_plain(value)}
+    live = [name for name in given if name not in fixed]
+    return Call(tuple(live), tuple((n, _hashable(v)) for n, v in fixed.items())), [given[n] for n in live]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, tuple | list) else value
+
+
+def default_call(module: nn.Module) -> Call:
+    """As one input, or as many as have no default."""
+    _, *parameters = inspect.signature(author(module).forward).parameters.values()
+    single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return Call(tuple(p.name for p in parameters if p.default is p.empty and p.kind in single))
+
+
+class _Tracer(OwnForward):
+    """Opens the modules in `opened`; every other child is one opaque call."""
+
+    def __init__(self, opened: set[type]) -> None:
+        super().__init__()
+        self.opened = opened
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m) not in self.opened
+
+
+def trace_call(module: nn.Module, call: Call, *, opened: set[type] | None = None) -> dict[bool, fx.Graph]:
+    """The graphs of `module` called like that, in training (True) and in evaluation (False)."""
+    train, evaluate = trace_modes(module, lambda: _Tracer(opened or set()), forward=_forward(module, call))
+    for graph in (train, evaluate):
+        _tidy(graph)
+    return {True: train, False: evaluate}
+
+
+def _forward(module: nn.Module, call: Call) -> Any:
+    """The module's forward as a function of the inputs alone."""
+    arguments = [f"{n}={n}" for n in call.live] + [f"{n}=_fixed[{n!r}]" for n, _ in call.fixed]
+    text = f"def forward(self, {', '.join(call.live)}):\n    return _whole(self, {', '.join(arguments)})"
+    scope: dict[str, Any] = {"_whole": author(module).forward, "_fixed": dict(call.fixed)}
+    exec(text, scope)
+    return scope["forward"]
+
+
+def _tidy(graph: fx.Graph) -> None:
+    """Checks go, and so do elements of tuples that nobody reads; a + alpha * b is written out."""
+    for node in reversed(list(graph.nodes)):
+        idle = node.op == "call_function" and node.target in (operator.getitem, getattr) and not node.users
+        if node.target in CHECKS or idle:
+            graph.erase_node(node)
+    for node in [n for n in graph.nodes if n.kwargs.get("alpha", 1) != 1]:
+        write_out_alpha(graph, node)
+
+
+# -- its sums -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sum:
+    """total = skip + branch in a graph; what only the branch needs, and what it reads from outside."""
+
+    total: fx.Node
+    skip: fx.Node
+    branch: fx.Node
+    region: list[fx.Node]
+    reads: list[fx.Node]
+    sides: dict[fx.Node, Any] = field(default_factory=dict)  # beside the branch, as attention weights
+    touched: bool = False  # somebody works on the total in place
+
+    def targets(self) -> list[str]:
+        """The children and parameters in the region."""
+        return [str(n.target) for n in self.region if n.op in ("call_module", "get_attr")]
+
+
+def residual_sums(
+    module: nn.Module,
+    graph: fx.Graph,
+    values: Mapping[fx.Node, Any],
+    lefts: Mapping[int, bool] | None = None,
+) -> dict[int, Sum | NotResidual]:
+    """Every residual sum, or why one cannot be gated, by its number among all sums of two values.
+
+    `values` are what the nodes computed on an example, for those that stand beside a branch. `lefts` says
+    which operand is the skip, where that is known from when the module was whole.
+    """
+    output = next(node for node in graph.nodes if node.op == "output")
+    needed = ancestors(output)
+    found: dict[int, Sum | NotResidual] = {}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for index, node in enumerate(n for n in graph.nodes if n in needed and adds_two(n)):
+        try:
+            left, right = terms(node)
+            if lefts is not None and index in lefts:
+                skip, branch = (left, right) if lefts[index] else (right, left)
+            else:
+                skip, branch = _skip_and_branch(module, graph, left, right, inputs)
+            found[index] = _sum(module, graph, node, skip, branch, inputs, values)
+        except _NoSkip:
+            if joins_inputs(node):
+                found[index] = NotResidual(
+                    "it adds one of its inputs to what it makes of another; its sum is a block of the module "
+                    "that calls it, or of none"
+                )
+        except NotResidual as no:
+            found[index] = no
+    return found
+
+
+def joins_inputs(node: fx.Node) -> bool:
+    """Whether a sum adds an input to what does not depend on it, but on another."""
+    for one, other in (terms(node), terms(node)[::-1]):
+        if one.op == "placeholder" and one not in ancestors(other):
+            return any(n.op == "placeholder" for n in ancestors(other))
+    return False
+
+
+class _NoSkip(ValueError):
+    """A sum of two things, neither of which is a skip around the other."""
+
+
+def adds_two(node: fx.Node) -> bool:
+    operands = terms(node) if node.op in ("call_function", "call_method") and node.target in SUMS else []
+    return len(operands) == 2 and all(isinstance(term, fx.Node) for term in operands)
+
+
+def _sum(
+    module: nn.Module,
+    graph: fx.Graph,
+    total: fx.Node,
+    skip: fx.Node,
+    branch: fx.Node,
+    inputs: list[fx.Node],
+    values: Mapping[fx.Node, Any],
+) -> Sum:
+    region, sides = _region(graph, total, skip, branch, values, inputs)
+    if branch not in region:
+        raise NotResidual("what it adds is used elsewhere, too")
+    reads = [n for n in graph.nodes if n not in region and any(user in region for user in n.users)]
+    reads = [n for n in reads if n.op != "get_attr"]
+    _check_places(module, graph, total, skip, region)
+    touched = any(overwritten(module, user) is total for user in total.users)
+    return Sum(total, skip, branch, [n for n in graph.nodes if n in region], reads, sides, touched)
+
+
+def _skip_and_branch(
+    module: nn.Module, graph: fx.Graph, left: fx.Node, right: fx.Node, inputs: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    if left is right:
+        raise _NoSkip
+    for skip, branch in ((left, right), (right, left)):
+        if skip in ancestors(branch) and skip.op != "get_attr":
+            return skip, branch
+    starts = [n for n in inputs if n in ancestors(left) and n in ancestors(right)]
+    if not starts:
+        raise _NoSkip
+    depends = dependents(graph, starts[0])
+    shared = ancestors(left) & ancestors(right) & depends
+    fork = [n for n in graph.nodes if n in shared and any(u not in shared for u in n.users)]
+    if len(fork) != 1:
+        raise _NoSkip
+    skip = which_is_skip(module, graph, left, right, fork[0])
+    return skip, right if skip is left else left
+
+
+def _region(
+    graph: fx.Graph,
+    total: fx.Node,
+    skip: fx.Node,
+    branch: fx.Node,
+    values: Mapping[fx.Node, Any],
+    inputs: list[fx.Node],
+) -> tuple[set[fx.Node], dict[fx.Node, Any]]:
+    """What only the branch needs. Elements beside it may be None, or what the module was given."""
+    above = ancestors(branch) - ancestors(skip)
+    region: set[fx.Node] = set()
+    sides: dict[fx.Node, Any] = {}
+    for node in reversed(list(graph.nodes)):
+        if node not in above or node.op == "placeholder":
+            continue
+        others = [user for user in node.users if user not in region and user is not total]
+        stand_ins = {user: _stand_in(user, values, inputs) for user in others}
+        if all(value is not _UNKNOWN for value in stand_ins.values()):
+            region.add(node)
+            sides |= stand_ins
+    return region, sides
+
+
+_UNKNOWN = object()
+
+
+def _stand_in(node: fx.Node, values: Mapping[fx.Node, Any], inputs: list[fx.Node]) -> Any:
+    """What an element beside a branch is without it: None, or one of the inputs."""
+    if node.target is not operator.getitem or node not in values:
+        return _UNKNOWN
+    if values[node] is None:
+        return None
+    return next((i for i in inputs if values[i] is values[node]), _UNKNOWN)
+
+
+def _check_places(
+    module: nn.Module, graph: fx.Graph, total: fx.Node, skip: fx.Node, region: set[fx.Node]
+) -> None:
+    """The region moves to its sum, so nothing that it reads may be overwritten on the way, nor by itself."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        old = overwritten(module, node)
+        if old is None or (node is total and old is not skip):
+            continue
+        reads = any(user in region for user in old.users)
+        late = any(order[user] > order[node] for user in old.users)
+        if late or (reads and old not in region) or (node is total and len(old.users) > 1):
+            raise NotResidual(
+                f"{node} overwrites {old} in place, which is read elsewhere; write it out of place"
+            )
+
+
+# -- on an example ------------------------------------------------------------------------------------
+
+
+class Recorder(fx.Interpreter):
+    """Runs a graph over a module and keeps what its inputs and elements of tuples are."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(module, garbage_collect_values=False, graph=graph)
+        self.values: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "placeholder" or n.target is operator.getitem:
+            self.values[n] = value
+        return value
+
+
+def only_in(module: nn.Module, graph: fx.Graph, region: Sequence[fx.Node]) -> dict[str, nn.Parameter]:
+    """The parameters that the region uses and nothing else does, by name."""
+    inside, outside = [n for n in graph.nodes if n in region], [n for n in graph.nodes if n not in region]
+    kept = {id(p) for _, p in used_by(module, outside)}
+    once: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in used_by(module, inside):
+        if id(parameter) not in kept:
+            once.setdefault(id(parameter), (name, parameter))
+    return dict(once.values())

@@ -1,0 +1,410 @@
+"""Gates on the sums inside a module's forward, and the forward without those that are pruned.
+
+A module keeps its place, its children and their names; its class changes, as that of a gated block does.
+Its forward is written anew for each way in which it is called: every gated sum is a call of its gate,
+
+    total = gate(skip, *what the branch reads),
+
+a pruned one is its skip. While all gates are open, the author's own forward runs.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from shallower.compilation import Compiler
+from shallower.gate import Gate, Gated, derived
+from shallower.graphs import GONE, author, compiled, frozen_statistics
+from shallower.split import last_affine_parameters
+from shallower.sums import Call, Sum, arrange, residual_sums, trace_call
+from shallower.watch import Watch, new_xi
+
+WEAVE = "shallower_weave"
+Side = tuple[int, str | None]  # an element beside a branch, and the input that it is; None if it is None
+
+
+@dataclass(frozen=True)
+class Strand:
+    """One residual sum in the forward of the module at `path`: the `index`-th sum that it computes."""
+
+    name: str
+    path: str
+    index: int
+    call: Call
+    parameters: tuple[str, ...]  # those that only the branch uses, by their names in the module
+    left: bool = True  # the skip is the first operand of the sum
+    opened: frozenset[type] = frozenset()
+    sides: tuple[Side, ...] = ()
+    touched: bool = False  # its module works on the total in place
+    overwrites: bool = False  # its module's own forward changes its input in place
+
+    def prunable(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters that leave when the sum is pruned."""
+        return {name: module.get_parameter(name) for name in self.parameters}
+
+
+class SumGate(Gate):
+    """The gate of one sum; see `Gate` for what it learns."""
+
+    shared = ("branch", "compiled")
+
+    def __init__(self, strand: Strand, module: nn.Module, **options: bool) -> None:
+        self.index = strand.index
+        self.compiler: Compiler | None = None
+        super().__init__(cast(Any, strand), module, **options)
+
+    @property
+    def buffer(self) -> str:
+        return f"{super().buffer}_{self.index}"
+
+    def _prepare(self, block: Any) -> None:
+        pattern = weave_of(self.module, block).pattern(block.call, training=True)
+        region = pattern.sums[self.index]
+        inside = {m: None for t in region.targets() for m in _modules_at(self.module, t)}
+        self.inside = list(inside)
+        graph = pattern.graphs[self.index]
+        self._read(last_affine_parameters(self.module, graph, pattern.graph) if self.wants_free else [])
+        self.branch = pattern.branches[self.index]
+
+    def compile(self, compiler: Compiler) -> None:
+        self.compiler = compiler
+        self.compiled = compiler(author(self.module).forward, self.module)
+
+    def use(self, branch: Callable[..., Tensor]) -> None:
+        """Run this branch: each way of calling the module has one."""
+        self.branch = branch if self.compiler is None else self.compiler(branch, self.module)
+
+    def sum(self, skip: Tensor, *reads: Any) -> Tensor:
+        """skip + xi * branch(*reads), or what it was the last time (`estimators.flip`)."""
+        if self.replay:
+            return self.replay.popleft().clone()
+        out = self._sum(skip, reads)
+        if self.record is not None:
+            self.record.append((self, out.clone()))
+        return out
+
+    def _sum(self, skip: Tensor, reads: Sequence[Any]) -> Tensor:
+        module, watching = self.module, self.watching and torch.is_grad_enabled()
+        if not module.training:
+            self.theta.fill_(self.rate)
+            self._hear(partial(self.branch, module, *reads))
+            return skip + self.theta * self.branch(module, *reads)
+        if self.xi:
+            branch = self.branch(module, *reads)
+            if self.may_run_whole():
+                return skip + branch
+            return Watch.apply(skip + branch, branch, new_xi(self.credits), self.alias)  # (1), xi = 1
+        if watching:
+            with torch.no_grad(), frozen_statistics(self.inside):
+                idle = self.branch(module, *reads)
+            self._check_shapes(skip, idle)
+            return Watch.apply(skip, idle, new_xi(self.credits), self.alias)  # (1) with xi = 0
+        return skip if self.alias else skip.clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "index": self.index, "compiler": None}
+
+
+def at_gate(module: nn.Module, index: int, skip: Tensor, *reads: Any) -> Tensor:
+    """In the new forward of a module: the total of the `index`-th sum."""
+    gate: SumGate = module.__dict__[WEAVE].gates[index]
+    return gate.sum(skip, *reads)
+
+
+# -- the forward, written anew ------------------------------------------------------------------------
+
+
+@dataclass
+class Pattern:
+    """A forward for one way of being called: the function, its sums, and the branches of the gated ones."""
+
+    main: Callable[..., Any]
+    graph: fx.Graph
+    sums: dict[int, Sum]
+    graphs: dict[int, fx.Graph]
+    branches: dict[int, Callable[..., Tensor]]
+
+
+def _pattern(graph: fx.Graph, sums: dict[int, Sum], removed: set[int], copied: set[int]) -> Pattern:
+    graphs = {index: _branch(graph, found) for index, found in sums.items() if index not in removed}
+    main = compiled(_main(graph, sums, removed, copied))
+    return Pattern(main, graph, sums, graphs, {index: compiled(part) for index, part in graphs.items()})
+
+
+def _main(graph: fx.Graph, sums: dict[int, Sum], removed: set[int], copied: set[int]) -> fx.Graph:
+    main = fx.Graph()
+    me = main.placeholder("module_")
+    new: dict[fx.Node, Any] = {}
+    totals = {found.total: index for index, found in sums.items()}
+    inside = {node for found in sums.values() for node in found.region}
+    sides = {node: value for found in sums.values() for node, value in found.sides.items()}
+
+    def total(index: int, found: Sum) -> fx.Node:
+        skip = new[found.skip]
+        if index not in removed:
+            return main.call_function(at_gate, (me, index, skip, *(new[n] for n in found.reads)))
+        return main.call_method("clone", (skip,)) if found.touched or index in copied else skip
+
+    for node in graph.nodes:
+        if node in sides:
+            new[node] = None if sides[node] is None else new[sides[node]]
+        elif node in totals:
+            new[node] = total(totals[node], sums[totals[node]])
+        elif node not in inside:
+            new[node] = main.node_copy(node, new.__getitem__)
+    return main
+
+
+def _branch(graph: fx.Graph, found: Sum) -> fx.Graph:
+    part = fx.Graph()
+    new = {node: part.placeholder(f"read_{i}") for i, node in enumerate(found.reads)}
+    for node in graph.nodes:
+        if node in found.region or (node.op == "get_attr" and any(u in found.region for u in node.users)):
+            new[node] = part.node_copy(node, new.__getitem__)
+    part.output(new[found.branch])
+    return part
+
+
+class Weave:
+    """What a module with gates on its sums knows: the gates, what was pruned, and its forwards so far."""
+
+    def __init__(self, module: nn.Module, strand: Strand) -> None:
+        self.module, self.call = module, strand.call
+        self.opened, self.sides = strand.opened, strand.sides
+        self.lefts: dict[
+            int, bool
+        ] = {}  # the gated and the removed sums, and whether their skip is on the left
+        self.gates: dict[int, SumGate] = {}
+        self.removed: set[int] = set()
+        self.gone: set[str] = set()  # the children that left with them
+        self.copied: set[int] = set()  # of the removed: those that must not hand on their very input
+        self._patterns: dict[Any, Pattern] = {}
+        self.signature = inspect.signature(author(module).forward)
+
+    def pattern(self, call: Call, *, training: bool) -> Pattern:
+        if (call, training) not in self._patterns:
+            self._check_constants(call)
+            graphs = trace_call(self.module, call, opened=set(self.opened))
+            for mode, graph in graphs.items():
+                values = known_values(graph, self.sides)
+                sums = residual_sums(self.module, graph, values, self.lefts)
+                mine = {i: s for i, s in sums.items() if i in self.lefts and isinstance(s, Sum)}
+                if mine.keys() != self.lefts.keys():
+                    cls = author(self.module).__name__
+                    raise RuntimeError(f"Called with {call}, {cls} does not compute the sums that it did.")
+                self._check_gone(graph, mine)
+                self._patterns[call, mode] = _pattern(graph, mine, self.removed, self.copied)
+        return self._patterns[call, training]
+
+    def _check_gone(self, graph: fx.Graph, sums: dict[int, Sum]) -> None:
+        """What left the module with a sum must not be needed beside it now."""
+        inside = {node for found in sums.values() for node in found.region}
+        for node in graph.nodes:
+            if node.op == "call_module" and str(node.target) in self.gone and node not in inside:
+                raise RuntimeError(
+                    f"{author(self.module).__name__} was called in a way that needs {node.target}, which was "
+                    "removed with its block. Call it as it was called in training."
+                )
+
+    def _check_constants(self, call: Call) -> None:
+        """What stands beside a branch is only known for the flags with which the module was split."""
+        defaults = {p.name: p.default for p in self.signature.parameters.values()}
+        flags, now = defaults | dict(self.call.fixed), defaults | dict(call.fixed)
+        changed = [n for n, v in now.items() if isinstance(v, bool) and flags.get(n, v) != v]
+        if self.sides and changed:
+            raise TypeError(
+                f"{author(self.module).__name__} was called with {changed[0]}={now[changed[0]]}, but was "
+                f"split with {flags[changed[0]]}: what it returns beside its sum is not known. Call it as "
+                "on the example."
+            )
+
+    def run(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.removed and self._all_open():
+            compiled = next(iter(self.gates.values())).compiled
+            return whole(*args, **kwargs) if compiled is None else compiled(self.module, *args, **kwargs)
+        call, values = arrange(self.signature, args, kwargs)
+        pattern = self.pattern(call, training=self.module.training)
+        for index, gate in self.gates.items():
+            gate.use(pattern.branches[index])
+        return pattern.main(self.module, self.module, *values)
+
+    def _all_open(self) -> bool:
+        gates = self.gates.values()
+        if not self.module.training or not all(g.xi and g.record is None and not g.replay for g in gates):
+            return False
+        return all([gate.may_run_whole() for gate in gates])
+
+    def forget(self) -> None:
+        self._patterns.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Weave":
+        twin = memo[id(self)] = object.__new__(Weave)
+        same = {n: vars(self)[n] for n in ("call", "opened", "sides", "signature")}
+        own = {n: copy.copy(vars(self)[n]) for n in ("lefts", "removed", "copied", "gone")}
+        vars(twin).update(same, **own, _patterns={})
+        twin.module = copy.deepcopy(self.module, memo)
+        twin.gates = copy.deepcopy(self.gates, memo)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_patterns": {}, "signature": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.signature = inspect.signature(author(self.module).forward)
+
+
+def known_values(graph: fx.Graph, sides: Sequence[Side]) -> dict[fx.Node, Any]:
+    """What stands beside branches, by what `sides` says of it."""
+    inputs = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    known = dict(sides)
+    values: dict[fx.Node, Any] = {node: node for node in inputs.values()}
+    for node in graph.nodes:
+        if len(node.args) == 2 and isinstance(node.args[1], int) and node.args[1] in known:
+            name = known[node.args[1]]
+            values[node] = None if name is None else inputs[name]
+    return values
+
+
+def _modules_at(module: nn.Module, target: str) -> Iterable[nn.Module]:
+    try:
+        return module.get_submodule(target).modules()
+    except AttributeError:  # a parameter
+        return ()
+
+
+# -- the class ----------------------------------------------------------------------------------------
+
+
+class Woven(Gated):
+    """The part of the class of a module with gated sums that comes before the class its author wrote."""
+
+    _shallower_mixin = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run = _outside_of_the_graph if torch.compiler.is_compiling() else _run
+        return run(self, super(Gated, self).forward, args, kwargs)
+
+
+class Pruned(nn.Module):
+    """The same for a module that has lost sums, when the gates are off."""
+
+    _shallower_mixin = True
+    __reduce_ex__ = Gated.__reduce_ex__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, super().forward, args, kwargs)
+
+
+def _run(module: nn.Module, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    weave: Weave = module.__dict__[WEAVE]
+    return weave.run(whole, args, kwargs)
+
+
+_outside_of_the_graph = torch.compiler.disable(_run)
+
+
+def weave_of(module: nn.Module, strand: Strand) -> Weave:
+    if WEAVE not in vars(module):
+        vars(module)[WEAVE] = Weave(module, strand)
+    weave: Weave = vars(module)[WEAVE]
+    if strand.index not in weave.lefts:
+        weave.lefts[strand.index] = strand.left
+        weave.forget()
+    return weave
+
+
+def attach_sum(module: nn.Module, strand: Strand, theta: float, **options: bool) -> SumGate:
+    """Gate one sum of `module` in place."""
+    weave = weave_of(module, strand)
+    options["alias"] = options.get("alias", True) and not strand.touched
+    gate = SumGate(strand, module, **options)
+    gate.rate = theta
+    device = next(p.device for p in module.parameters())
+    module.register_buffer(gate.buffer, torch.tensor(theta, device=device), persistent=False)
+    weave.gates[strand.index] = gate
+    _reclass(module)
+    return gate
+
+
+def detach_sum(module: nn.Module, strand: Strand) -> None:
+    """Take the gate off one sum, which then always runs."""
+    weave: Weave = vars(module)[WEAVE]
+    gate = weave.gates.pop(strand.index)
+    weave.lefts.pop(strand.index)
+    gate.release()
+    delattr(module, gate.buffer)
+    weave.forget()
+    _reclass(module)
+
+
+def cut_sum(module: nn.Module, strand: Strand, *, alias: bool) -> None:
+    """Prune one sum: what only its branch uses leaves the module, and the skip stays."""
+    if WEAVE not in vars(module):
+        vars(module)[WEAVE] = Weave(module, strand)
+    weave: Weave = vars(module)[WEAVE]
+    if strand.index in weave.gates:
+        detach_sum(module, strand)
+        vars(module).setdefault(WEAVE, weave)
+    weave.lefts[strand.index] = strand.left
+    weave.removed.add(strand.index)
+    if not alias:
+        weave.copied.add(strand.index)
+    weave.forget()
+    pattern = weave.pattern(strand.call, training=True)
+    _drop(module, pattern.graph, pattern.sums[strand.index])
+    _reclass(module)
+
+
+@contextmanager
+def skipping(module: nn.Module, strand: Strand) -> Iterator[None]:
+    """One sum, not gated, is its skip for a while; nothing leaves the module."""
+    weave: Weave = vars(module).get(WEAVE) or Weave(module, strand)
+    vars(module)[WEAVE] = weave
+    weave.lefts[strand.index] = strand.left
+    weave.removed.add(strand.index)
+    weave.forget()
+    _reclass(module)
+    try:
+        yield
+    finally:
+        weave.removed.discard(strand.index)
+        weave.lefts.pop(strand.index)
+        weave.forget()
+        _reclass(module)
+
+
+def _drop(module: nn.Module, graph: fx.Graph, found: Sum) -> None:
+    outside = [
+        str(n.target) for n in graph.nodes if n not in found.region and n.op in ("call_module", "get_attr")
+    ]
+    for target in dict.fromkeys(found.targets()):
+        if any(t == target or t.startswith(f"{target}.") or target.startswith(f"{t}.") for t in outside):
+            continue
+        parent, _, name = target.rpartition(".")
+        owner = module.get_submodule(parent)
+        if name in owner._parameters:
+            owner._parameters[name] = None
+            vars(owner)[GONE] = (*vars(owner).get(GONE, ()), name)
+        elif name in owner._modules:
+            owner._modules[name] = nn.Identity()
+            vars(module)[WEAVE].gone.add(target)
+
+
+def _reclass(module: nn.Module) -> None:
+    """The class that fits: gated, pruned, or the author's own."""
+    weave, cls = vars(module)[WEAVE], author(module)
+    if weave.gates:
+        module.__class__ = derived(Woven, cls)
+    elif weave.removed:
+        module.__class__ = derived(Pruned, cls)
+    else:
+        del vars(module)[WEAVE]
+        module.__class__ = cls

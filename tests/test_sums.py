@@ -1,0 +1,447 @@
+"""Sums inside a module's forward, and modules gated as a whole: the same laws as for a block of its own."""
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shallower
+from shallower import Pruner, find_blocks, flip
+from shallower.blocks import survey
+from shallower.discovery import run_example
+from shallower.fitting import cut
+from shallower.ledger import block_costs, count_parameters
+from shallower.weave import Strand
+from shallower.whole import Whole
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
+WIDTH, N = 6, 100
+
+
+class Mixer(nn.Module):
+    """Attention, as far as a network knows: it reads a mask and returns weights beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, weights: bool = False) -> tuple[Tensor, Any]:
+        mixed = torch.tanh(self.value(x)) if mask is None else torch.tanh(self.value(x)) * mask
+        return self.out(mixed), mixed if weights else None
+
+
+class Layer(nn.Module):
+    """A transformer's: two sums, more than one input, more than one output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.mixer, self.norm2 = nn.LayerNorm(WIDTH), Mixer(), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.rate = 0.0
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, weights: bool = False) -> Any:
+        mixed, seen = self.mixer(self.norm1(x), mask=mask, weights=weights)
+        x = x + F.dropout(mixed, self.rate, training=self.training)
+        x = self.scale * self.down(torch.relu(self.up(self.norm2(x)))) + x
+        return (x, seen) if weights else (x,)
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            (x,) = layer(x, mask=mask)
+        return self.last(x)
+
+
+class Wary(nn.Module):
+    """Adds to its input, but nobody can follow how: its forward looks at the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        branch = self.line(x) if x.abs().max() > 0 else x
+        return x + torch.tanh(branch), mask
+
+
+class WaryNet(Net):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Wary() for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x, _ = layer(x, mask)
+        return self.last(x)
+
+
+INPUTS, LABELS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+MASK = (torch.arange(8 * WIDTH).reshape(8, WIDTH) % 3 > 0).float()
+EXAMPLES: dict[str, Any] = {
+    "alone": (Net, (INPUTS,)),
+    "masked": (Net, {"x": INPUTS, "mask": MASK}),
+    "whole": (WaryNet, (INPUTS, MASK)),
+}
+
+
+def started(kind: str = "masked", **options: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer, Pruner]:
+    torch.manual_seed(0)
+    build, example = EXAMPLES[kind]
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given = {"dataset_size": N, "log_gamma": -5.0, "example": example, **options}
+    return model, example, optimizer, Pruner(model, optimizer, **given)
+
+
+def loss_of(model: nn.Module, example: Any) -> Tensor:
+    return F.cross_entropy(run_example(model, example), LABELS)
+
+
+def train(model: nn.Module, example: Any, optimizer: Any, pruner: Pruner, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, example).backward()
+        optimizer.step()
+        closure = (lambda: loss_of(model, example)) if pruner.estimator is flip else None
+        pruner.step(closure)
+
+
+KINDS = pytest.mark.parametrize("kind", list(EXAMPLES))
+
+# -- finding --------------------------------------------------------------------------------------------
+
+
+def test_each_sum_is_a_block_named_after_its_branch():
+    found = find_blocks(Net(), {"x": INPUTS, "mask": MASK})
+    assert [b.name for b in found] == ["layers.0.mixer", "layers.0.up", "layers.1.mixer", "layers.1.up"]
+    assert [b.path for b in found] == ["layers.0"] * 2 + ["layers.1"] * 2
+    mine = found[1].prunable(Net().layers[0])
+    assert set(mine) == {
+        "scale",
+        "norm2.weight",
+        "norm2.bias",
+        "up.weight",
+        "up.bias",
+        "down.weight",
+        "down.bias",
+    }
+
+
+def test_without_an_example_a_module_is_looked_at_as_its_defaults_have_it():
+    assert [b.name for b in find_blocks(Net(1))] == ["layers.0.mixer", "layers.0.up"]
+
+
+def test_what_cannot_be_followed_is_gated_as_a_whole_if_the_example_shows_that_it_adds():
+    found = find_blocks(WaryNet(), (INPUTS, MASK))
+    assert [type(b) for b in found] == [Whole, Whole]
+    assert not survey(WaryNet()).blocks  # nothing is assumed without an example
+
+
+def test_what_multiplies_its_input_on_the_way_is_not_a_sum():
+    class Doubling(Wary):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+            return 2 * (super().forward(x, mask)[0]), mask
+
+    model = WaryNet()
+    model.layers[0] = Doubling()
+    assert [b.name for b in find_blocks(model, (INPUTS, MASK))] == ["layers.1"]
+
+
+def test_a_branch_whose_other_output_is_needed_is_refused():
+    class Talking(Layer):
+        def forward(self, x: Tensor, *, mask: Any = None) -> Any:
+            mixed, seen = self.mixer(self.norm1(x), mask=mask, weights=True)
+            return x + mixed * seen.mean(), seen
+
+    class TalkingNet(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x, seen = self.layers[0](self.first(x))
+            return self.last(x) * seen.mean()
+
+    model = TalkingNet()
+    model.layers[0] = Talking()
+    assert all(b.path != "layers.0" for b in find_blocks(model, (INPUTS,)))
+
+
+def test_a_sum_around_blocks_leaves_them_theirs():
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.after = Layer(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.inner(x)[0]
+            return x + self.after(x)
+
+    names = [b.name for b in find_blocks(nn.Sequential(Outer()), torch.ones(2, WIDTH))]
+    assert names == ["0.after", "0.inner.mixer", "0.inner.up"]
+
+
+def test_an_input_added_in_a_child_is_a_sum_of_the_parent():
+    class Output(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+            return self.norm(self.dense(hidden) + residual)
+
+    class Bert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self, self.output = nn.Linear(WIDTH, WIDTH), Output()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.output(torch.tanh(self.self(x)), x)
+
+    model = nn.Sequential(Bert(), Bert())
+    (first, _) = find_blocks(model, torch.ones(2, WIDTH))
+    assert isinstance(first, Strand)
+    assert first.name == "0"
+    assert set(first.parameters) == {"self.weight", "self.bias", "output.dense.weight", "output.dense.bias"}
+    x, expected = torch.randn(3, WIDTH), None
+    expected = model[1](model[0].output.norm(x))
+    cut(model, first)
+    assert torch.equal(model(x), expected)
+    assert not any(True for _ in model[0].output.dense.parameters())
+
+
+# -- running --------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_open_gates_change_nothing(kind):
+    model, example, _, _ = started(kind, theta=1.0)
+    torch.manual_seed(0)
+    plain = EXAMPLES[kind][0]()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert torch.equal(run_example(model, example), run_example(plain, example))
+    assert torch.allclose(run_example(model.eval(), example), run_example(plain.eval(), example), atol=1e-6)
+
+
+@KINDS
+def test_a_closed_gate_is_a_removed_block_to_the_bit(kind):
+    model, example, _, pruner = started(kind, theta=1.0)
+    torch.manual_seed(0)
+    plain = EXAMPLES[kind][0]()
+    for name, gate in pruner.gates.items():
+        gate.xi = False
+        pruned = copy.deepcopy(plain)
+        cut(pruned, pruner.blocks[name])
+        for watching in (True, False):
+            gate.watching = watching
+            assert torch.equal(run_example(model, example), run_example(pruned, example))
+        gate.xi = True
+        lost = sum(p.numel() for p in pruner.blocks[name].prunable(gate.module).values())
+        assert count_parameters(plain) - count_parameters(pruned) == lost > 0
+
+
+@KINDS
+def test_the_mean_network_weighs_each_branch_with_its_rate(kind):
+    last = find_blocks(EXAMPLES[kind][0](), EXAMPLES[kind][1])[-1].name
+    model, example, _, pruner = started(kind, theta=0.3, blocks=[last])
+    gate = pruner.gates[last]
+    model.eval()
+    mean = run_example(model, example)
+    gate.rate = 1.0
+    whole = run_example(model, example)
+    gate.rate = 0.0
+    none = run_example(model, example)
+    # The last sum is followed by one linear layer, so the mean of the outputs is the output of the mean.
+    assert torch.allclose(mean, 0.3 * whole + 0.7 * none, atol=1e-6)
+    assert not torch.allclose(whole, none, atol=1e-3)
+
+
+@KINDS
+@pytest.mark.parametrize("closed", [0, 1])
+def test_the_estimate_is_the_derivative_by_xi(kind, closed):
+    """Against the mean network, whose rates are xi: its loss is differentiated by finite differences."""
+    model, example, _, pruner = started(kind, theta=1.0)
+    model.double()
+    example = (
+        {k: v.double() for k, v in example.items()}
+        if isinstance(example, dict)
+        else tuple(v.double() for v in example)
+    )
+    gates = list(pruner.gates.values())
+    gates[closed].xi = False
+    loss_of(model, example).backward()
+    worth = [gate.worth.item() for gate in gates]
+    model.eval()
+    rates = [1.0] * len(gates)
+    rates[closed] = 0.0
+    for k in range(len(gates)):
+        ends = []
+        for step in (-1e-5, 1e-5):
+            for gate, rate in zip(gates, rates, strict=True):
+                gate.rate = rate
+            gates[k].rate = rates[k] + step
+            ends.append(loss_of(model, example).item())
+        assert worth[k] == pytest.approx((ends[1] - ends[0]) / 2e-5, rel=1e-3, abs=1e-6)
+
+
+@KINDS
+def test_flip_is_the_difference_of_two_networks(kind):
+    model, example, _, pruner = started(kind, estimator=flip, theta=1.0)
+    gates = list(pruner.gates.values())
+    with torch.no_grad():
+        for draw in itertools.product((True, False), repeat=2):
+            gates[0].xi, gates[1].xi = draw
+            found = flip(gates, lambda: loss_of(model, example))
+            for gate, value in zip(gates, found, strict=True):
+                before, both = gate.xi, []
+                for xi in (True, False):
+                    gate.xi = xi
+                    both.append(loss_of(model, example))
+                gate.xi = before
+                assert torch.allclose(value, both[0] - both[1], atol=1e-6)
+
+
+# -- training -------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_training_removes_blocks_and_what_is_left_is_plain(kind):
+    model, example, optimizer, pruner = started(kind, theta=0.5, theta_lr=0.05, log_gamma=-60.0)
+    total = count_parameters(model)
+    train(model, example, optimizer, pruner, 30)
+    assert pruner.events
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert known == {id(p) for p in model.parameters()}
+    pruner.finalize()
+    net = pruner.finish()
+    assert count_parameters(net) < total
+    assert not [n for n, _ in net.named_buffers() if "shallower" in n]
+    assert "Gated" not in str({type(m).__mro__ for m in net.modules()})
+    net.eval()
+    out = run_example(net, example)
+    assert torch.equal(run_example(copy.deepcopy(net), example), out)
+    assert torch.equal(run_example(pickle.loads(pickle.dumps(net)), example), out)
+
+
+@KINDS
+def test_survivors_keep_their_moments_to_the_bit(kind):
+    model, example, optimizer, pruner = started(kind, theta=1.0)
+    train(model, example, optimizer, pruner, 3)
+    name = pruner.names[0]
+    gone = {id(p) for p in pruner.blocks[name].prunable(pruner.gates[name].module).values()}
+    kept = {n: p for n, p in model.named_parameters() if id(p) not in gone}
+    before = {n: {k: v.clone() for k, v in optimizer.state[p].items()} for n, p in kept.items()}
+    pruner.theta[0] = 0.0
+    pruner._remove(pruner.tolerance)
+    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in kept.items()}
+    for n, p in kept.items():
+        assert all(torch.equal(optimizer.state[p][k], v) for k, v in before[n].items())
+
+
+@KINDS
+def test_a_resumed_run_equals_one_that_never_stopped(kind):
+    options = {"theta": 0.5, "theta_lr": 0.05, "log_gamma": -30.0}
+    model, example, optimizer, pruner = started(kind, **options)
+    train(model, example, optimizer, pruner, 15)
+    states = copy.deepcopy((pruner.state_dict(), model.state_dict(), optimizer.state_dict()))
+    train(model, example, optimizer, pruner, 15)
+    model2, _, optimizer2, pruner2 = started(kind, **options)
+    for part, state in zip((pruner2, model2, optimizer2), states, strict=True):
+        part.load_state_dict(state)
+    train(model2, example, optimizer2, pruner2, 15)
+    assert pruner2.thetas == pruner.thetas
+    assert pruner2.events == pruner.events
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), model2.state_dict().values(), strict=True)
+    )
+
+
+@KINDS
+def test_an_average_follows(kind):
+    model, example, optimizer, pruner = started(kind, theta=0.5, theta_lr=0.05, log_gamma=-60.0)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    pruner.follow(ema.module)
+    train(model, example, optimizer, pruner, 20)
+    ema.update_parameters(model)
+    assert [n for n, _ in ema.module.named_parameters()] == [n for n, _ in model.named_parameters()]
+    model.eval(), ema.eval()
+    assert torch.allclose(run_example(model, example), run_example(ema.module, example), atol=1e-6)
+
+
+@KINDS
+def test_what_survivors_are_worth_is_measured_by_leaving_them_out(kind):
+    model, example, optimizer, pruner = started(kind, theta=1.0)
+    train(model, example, optimizer, pruner, 2)
+    pruner.finalize()
+    before = run_example(model, example)
+    rows = shallower.worth(pruner, [(INPUTS,)], lambda batch: loss_of(model, example))
+    assert torch.equal(run_example(model, example), before)
+    for row in rows:
+        pruned = copy.deepcopy(model)
+        cut(pruned, pruner.blocks[row.block])
+        expected = N * (loss_of(pruned, example) - loss_of(model, example)).item()
+        assert row.benefit == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@KINDS
+def test_the_ledger_knows_what_they_cost(kind):
+    _, example, _, pruner = started(kind, theta=1.0)
+    given = tuple(example.values()) if isinstance(example, dict) else example
+    rows = block_costs(pruner, given, repeats=1)
+    assert [r.name for r in rows[:-1]] == pruner.names
+    assert all(r.macs > 0 and r.seconds > 0 and r.params > 0 for r in rows)
+    linear = sum(p.numel() for p in pruner.gates[pruner.names[0]].module.parameters() if p.ndim == 2)
+    assert sum(r.macs for r in rows[:-1] if r.name.startswith("layers.0")) == linear
+
+
+def test_another_way_of_calling_is_followed_as_well():
+    model, _, _, pruner = started("masked", theta=1.0)
+    pruner.gates["layers.0.up"].xi = False
+    with_mask, without = model(INPUTS, MASK), model(INPUTS)
+    pruned = copy.deepcopy(model)
+    assert not torch.equal(with_mask, without)
+    pruner.gates["layers.0.up"].xi = True
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    cut(plain, pruner.blocks["layers.0.up"])
+    assert torch.equal(without, plain(INPUTS))
+    assert torch.equal(with_mask, plain(INPUTS, MASK))
+    del pruned
+
+
+def test_what_stands_beside_a_sum_is_there_while_the_block_is_and_asked_for_in_vain_when_it_is_gone():
+    model, _, _, pruner = started("masked", theta=1.0)
+    layer, z = model.layers[0], torch.randn(8, WIDTH)
+    expected = layer.mixer(layer.norm1(z), MASK, weights=True)[1]
+    pruner.gates["layers.0.mixer"].xi = False
+    total, seen = layer(z, mask=MASK, weights=True)
+    assert torch.equal(seen, expected)
+    assert torch.equal(total, layer(z, mask=MASK)[0])
+    plain = Net()
+    cut(plain, pruner.blocks["layers.0.mixer"])
+    plain.layers[0](z, mask=MASK)
+    with pytest.raises(RuntimeError, match=r"Layer.*norm1.*removed"):
+        plain.layers[0](z, mask=MASK, weights=True)
+
+
+@KINDS
+def test_compiled_blocks_compute_the_same(kind):
+    model, example, optimizer, pruner = started(kind, theta=0.5)
+    twin, _, twin_optimizer, twin_pruner = started(kind, theta=0.5)
+    pruner.compile(backend="eager")
+    train(model, example, optimizer, pruner, 4)
+    train(twin, example, twin_optimizer, twin_pruner, 4)
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
