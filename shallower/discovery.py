@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shallower.graphs import Untraceable, author, in_mode, same_dice
+from shallower.graphs import Untraceable, ancestors, author, in_mode, same_dice
 from shallower.split import NotResidual, overwritten, terms
 from shallower.sums import (
     Call,
@@ -108,9 +108,9 @@ def find_strands(
         graphs = trace_call(module, call, opened=set(opened))
     except Untraceable as no:
         raise NotResidual(str(no)) from no
-    values = {} if called is None else _values(module, graphs[False], called)
-    found = residual_sums(module, graphs[False], values)
-    sums = {i: s for i, s in found.items() if isinstance(s, Sum)}
+    ran = None if called is None else _ran(module, graphs[False], called)
+    found = residual_sums(module, graphs[False], {} if ran is None else ran.values)
+    sums = {i: s for i, s in found.items() if isinstance(s, Sum) and _same_shape(s, ran)}
     sides = _sides(sums.values(), graphs[False])
     twins = residual_sums(module, graphs[True], known_values(graphs[True], sides))
     children = [p[len(path) + 1 if path else 0 :] for p in inner]
@@ -141,7 +141,7 @@ def find_strands(
     return _named(path, strands, alone=not inner)
 
 
-def _values(module: nn.Module, graph: fx.Graph, called: Called) -> dict[fx.Node, Any]:
+def _ran(module: nn.Module, graph: fx.Graph, called: Called) -> Recorder:
     recorder = Recorder(module, graph)
     try:
         with torch.no_grad(), in_mode(module, training=False), same_dice(module):
@@ -149,7 +149,15 @@ def _values(module: nn.Module, graph: fx.Graph, called: Called) -> dict[fx.Node,
     except Exception as error:  # whatever the module raises when it is run by itself
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise NotResidual(f"it cannot be run by itself on the example ({reason})") from error
-    return recorder.values
+    return recorder
+
+
+def _same_shape(found: Sum, ran: Recorder | None) -> bool:
+    """Whether the skip alone has the shape of the total; without an example, it must be where the branch
+    starts."""
+    if ran is None:
+        return found.skip in ancestors(found.branch)
+    return ran.shapes[found.skip] == ran.shapes[found.total] == ran.shapes[found.branch]
 
 
 def _own(values: Sequence[Any]) -> list[Any]:

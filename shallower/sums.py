@@ -272,16 +272,18 @@ def _check_places(
 
 
 class Recorder(fx.Interpreter):
-    """Runs a graph over a module and keeps what its inputs and elements of tuples are."""
+    """Runs a graph over a module; keeps what its inputs and elements of tuples are, and all shapes."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
         super().__init__(module, garbage_collect_values=False, graph=graph)
         self.values: dict[fx.Node, Any] = {}
+        self.shapes: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n.op == "placeholder" or n.target is operator.getitem:
             self.values[n] = value
+        self.shapes[n] = getattr(value, "shape", None)
         return value
 
 
