@@ -4,13 +4,14 @@ from shallower.absorption import Absorption, absorb
 from shallower.blocks import find_blocks, survey
 from shallower.estimators import at_the_sum, first_order, flip
 from shallower.gate import Gate
+from shallower.inspection import Inspection, inspect_model
 from shallower.ledger import BlockCost, Ledger, block_costs, count_macs, count_parameters
 from shallower.optim import RobbinsMonro, forget
 from shallower.prior import constant, linear_ramp
 from shallower.pruner import Pruner, Removal
 from shallower.residual import ChannelCopy, Residual, ZeroPad
 from shallower.split import Block, NotResidual, split
-from shallower.store import load
+from shallower.store import apply_structure, load, save
 from shallower.worth import Worth, worth
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "BlockCost",
     "ChannelCopy",
     "Gate",
+    "Inspection",
     "Ledger",
     "NotResidual",
     "Pruner",
@@ -30,6 +32,7 @@ __all__ = [
     "Worth",
     "ZeroPad",
     "absorb",
+    "apply_structure",
     "at_the_sum",
     "block_costs",
     "constant",
@@ -39,8 +42,10 @@ __all__ = [
     "first_order",
     "flip",
     "forget",
+    "inspect_model",
     "linear_ramp",
     "load",
+    "save",
     "split",
     "survey",
     "worth",

@@ -30,26 +30,32 @@ class Survey(NamedTuple):
 BlockFinder = Callable[[nn.Module], Sequence[AnyBlock]]
 
 
-def find_blocks(model: nn.Module, example: Any = None) -> list[AnyBlock]:
+def find_blocks(model: nn.Module, example: Any = None, *, whole: bool = False) -> list[AnyBlock]:
     """Every residual block of `model`, in the order of `named_modules()`.
 
     A block is a module that computes one residual sum, or one of several sums that a module computes, as a
     transformer's layer does. The innermost are taken, so a long skip around a stage does not swallow its
     blocks. With an `example` of the model's input (a tensor, a tuple of arguments or a dict of keyword
     arguments), every module is looked at as the model calls it; without one, as its defaults have it.
+    If `whole`, the layers of a ModuleList or Sequential that add to their input are one block each, as wanted
+    of a transformer that is to stay one of its class; that takes an example.
     """
-    return survey(model, example).blocks
+    return survey(model, example, whole=whole).blocks
 
 
-def survey(model: nn.Module, example: Any = None) -> Survey:
+def survey(model: nn.Module, example: Any = None, *, whole: bool = False) -> Survey:
     """`find_blocks`, and beside it what was passed over and why."""
+    if whole and example is None:
+        raise ValueError("Layers are found as wholes by running the model: give an example of its input.")
     order = [name for name, _ in model.named_modules()]
     calls = None if example is None else record_calls(model, example)
     opened = joins(model, calls)
-    blocks: dict[str, list[AnyBlock]] = {}
+    blocks: dict[str, list[AnyBlock]] = _layers(model, calls) if whole and calls is not None else {}
     rejected: dict[str, str] = {}
     for name, module in reversed(list(model.named_modules())):  # children before their parents
         if not _candidate(module) or (calls is not None and name not in calls):
+            continue
+        if whole and (name in blocks or any(name.startswith(f"{layer}.") for layer in blocks)):
             continue
         inside = f"{name}." if name else ""
         inner = [block for other in blocks if other.startswith(inside) for block in blocks[other]]
@@ -60,6 +66,23 @@ def survey(model: nn.Module, example: Any = None) -> Survey:
                 rejected[name] = str(no)
     found = [block for name in order for block in blocks.get(name, ())]
     return Survey(found, {n: rejected[n] for n in order if n in rejected and not _belongs(n, found)})
+
+
+def _layers(model: nn.Module, calls: Mapping[str, Called]) -> dict[str, list[AnyBlock]]:
+    found: dict[str, list[AnyBlock]] = {}
+    for path, parent in model.named_modules():
+        if not isinstance(parent, nn.ModuleList | nn.Sequential) or any(
+            path.startswith(f"{n}.") for n in found
+        ):
+            continue
+        for child, module in parent.named_children():
+            name = f"{path}.{child}" if path else child
+            if name in calls and _candidate(module):
+                block, _ = find_whole(name, module, calls[name].args, calls[name].kwargs)
+                if block is not None:
+                    _check_ownership(model, block, module)
+                    found[name] = [block]
+    return found
 
 
 def _belongs(name: str, blocks: Sequence[AnyBlock]) -> bool:
@@ -133,7 +156,9 @@ def _check_ownership(model: nn.Module, block: AnyBlock, module: nn.Module) -> No
             raise NotResidual(f"its branch shares a parameter with {name}; untie the two to prune the block")
 
 
-def choose(model: nn.Module, blocks: Sequence[str] | BlockFinder | None, example: Any = None) -> Survey:
+def choose(
+    model: nn.Module, blocks: Sequence[str | AnyBlock] | BlockFinder | None, example: Any = None
+) -> Survey:
     """The blocks to gate, or an error that says why there are none."""
     gated = [name for name, module in model.named_modules() if isinstance(module, Gated)]
     if gated:
@@ -143,13 +168,14 @@ def choose(model: nn.Module, blocks: Sequence[str] | BlockFinder | None, example
         )
     if isinstance(blocks, str):
         raise ValueError(f"Found blocks={blocks!r}; give a list of names: blocks=[{blocks!r}].")
-    if callable(blocks):
-        found = Survey(list(blocks(model)), {})
+    given = [b for b in blocks if not isinstance(b, str)] if isinstance(blocks, Sequence) else []
+    if callable(blocks) or given:
+        found = Survey(list(blocks(model)) if callable(blocks) else given, {})
         _check_found(model, found.blocks)
     else:
         found = survey(model, example)
         if blocks is not None:
-            found = _select(found, blocks)
+            found = _select(found, [str(name) for name in blocks])
     if not found.blocks:
         reasons = "".join(f"\n  {name or 'the model'}: {reason}" for name, reason in found.rejected.items())
         raise ValueError(

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shallower import data
+from shallower import data, inspection
+from shallower.integrations.zoo import bring
 from shallower.recipes import RECIPES, Recipe, RecipeError, recipe
 from shallower.reports import (
     Record,
@@ -220,30 +221,47 @@ def fetch(
 
 @app.command("inspect")
 def inspect(
-    name: Annotated[str, typer.Argument(metavar="RECIPE")], set_: Overrides = None, as_json: AsJson = False
+    name: Annotated[str, typer.Argument(metavar="RECIPE|MODEL")],
+    set_: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
-    """The blocks of a recipe's network: parameters, MACs, and what can be pruned."""
+    """The blocks of a recipe's network, or of a model (timm:NAME, torchvision:NAME, transformers:TYPE,
+    my.module:build): parameters, MACs, and what can be pruned."""
     with _plain_errors():
-        cost = network_cost(recipe(name, parse_overrides(set_)))
-        macs, params = cost.macs, cost.params
-        blocks: list[dict[str, Any]] = [
-            {"name": block.name, "params": block.params, "macs": block.macs} for block in cost.blocks
-        ]
-        if as_json:
-            print(json.dumps({"recipe": name, "params": params, "macs": macs, "blocks": blocks}))
+        if ":" in name:
+            _inspect_model(name, as_json)
             return
-        table = Table("block", "parameters", "MACs", title=f"{name}: {params:,} parameters, {macs:,} MACs")
-        for row in blocks:
-            table.add_row(str(row["name"]), f"{row['params']:,}", f"{row['macs']:,}")
-        out.print(table)
-        share = [
-            100 * sum(row[k] for row in blocks) / total for k, total in (("params", params), ("macs", macs))
-        ]
-        out.print(
-            f"{len(blocks)} blocks can be pruned: {share[0]:.1f} % of parameters, {share[1]:.1f} % of MACs"
-        )
+        cost = network_cost(recipe(name, parse_overrides(set_)))
+        blocks = [{"name": b.name, "params": b.params, "macs": b.macs} for b in cost.blocks]
+        if as_json:
+            print(json.dumps({"recipe": name, "params": cost.params, "macs": cost.macs, "blocks": blocks}))
+            return
+        _show_blocks(name, cost.params, cost.macs, blocks)
         if RECIPES[name].departs:
             out.print(f"departs from the printed settings: {RECIPES[name].departs}", highlight=False)
+
+
+def _inspect_model(name: str, as_json: bool) -> None:
+    found = inspection.inspect_model(*bring(name))
+    if as_json:
+        print(json.dumps({"model": name, **inspection.as_json(found)}))
+        return
+    _show_blocks(name, found.params, found.macs, [vars(block) for block in found.blocks])
+    for path, reason in found.rejected.items():
+        out.print(f"not gated: {path}: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _show_blocks(name: str, params: int, macs: int, blocks: list[dict[str, Any]]) -> None:
+    table = Table(
+        "block", "parameters", "%", "MACs", "%", title=f"{name}: {params:,} parameters, {macs:,} MACs"
+    )
+    totals = {"params": max(params, 1), "macs": max(macs, 1)}
+    for row in blocks:
+        cells = [(f"{row[k]:,}", f"{100 * row[k] / total:.1f}") for k, total in totals.items()]
+        table.add_row(str(row["name"]), *(text for cell in cells for text in cell))
+    out.print(table)
+    share = [100 * sum(row[k] for row in blocks) / total for k, total in totals.items()]
+    out.print(f"{len(blocks)} blocks can be pruned: {share[0]:.1f} % of parameters, {share[1]:.1f} % of MACs")
 
 
 @app.command("report")

@@ -16,7 +16,7 @@ from shallower.blocks import BlockFinder, choose, unaliased
 from shallower.checks import check_options, check_trainable
 from shallower.compilation import Compiler
 from shallower.estimators import Closure, Estimator, first_order, needs_loss
-from shallower.fitting import cut, fit, take_off, without
+from shallower.fitting import AnyBlock, cut, fit, take_off, without
 from shallower.followers import Follower, check_copy
 from shallower.gate import Gate
 from shallower.graphs import frozen_statistics
@@ -66,7 +66,7 @@ class Pruner:
         log_gamma: the hyper-prior, negative, in nats over the dataset; a number or a function of the step.
         price: instead of log_gamma, in nats per sample; a number or a function of the step.
         multipliers: how many times the common log_gamma a block has, by name.
-        blocks: the names of the blocks to gate, or a function of the model that returns `Block`s.
+        blocks: the blocks to gate: their names, those that `find_blocks` found, or a function of the model.
         estimator: `first_order`, `flip`, or a function of the same signature.
         theta: where every rate starts.
         theta_lr: the learning rate of theta.
@@ -87,7 +87,7 @@ class Pruner:
         log_gamma: float | prior.Schedule | None = None,
         price: float | prior.Schedule | None = None,
         multipliers: Mapping[str, float] | None = None,
-        blocks: Sequence[str] | BlockFinder | None = None,
+        blocks: Sequence[str | AnyBlock] | BlockFinder | None = None,
         estimator: Estimator = first_order,
         theta: float = 0.75,
         theta_lr: float = 1e-4,

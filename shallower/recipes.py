@@ -332,8 +332,11 @@ _TABLE = [
     _mnist(
         "fashion-cnn20",
         task="fashion-mnist",
-        options={"depth": 20, "pool": "after-stem", "form": "relu-inside"},
-        **_CNN,
+        options={"depth": 20, "pool": "after-stem", "form": "relu-inside", "gain": 0.3},
+        **{
+            **_CNN,
+            "departs": _CNN["departs"].replace("at the end of each stage", "after stem and transition"),
+        },
     ),
     _vgg("dense", None, Paper(accuracy=94.05)),
     _vgg("1200", -1200.0, Paper(accuracy=93.86, ppr=72.85, fpr=33.12)),

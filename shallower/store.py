@@ -5,7 +5,7 @@ removed; `load` builds, removes and absorbs again, which gives every layer its s
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,32 @@ Build = Callable[..., nn.Module]
 def save(
     folder: str | Path, net: nn.Module, *, network: str, options: dict[str, Any], removed: Sequence[str]
 ) -> None:
-    """Write what `Pruner.finish()` returned for the network `network(**options)` of `shallower.models`."""
+    """Write what `Pruner.finish()` returned for the network `network(**options)` of `shallower.models`.
+
+    For a model of your own, `network` is any name for it, and `load` is given the function that builds it.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     structure = {"version": VERSION, "network": network, "options": options, "removed": list(removed)}
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
+    kept = _untied(net)
+    state = {n: t.detach().cpu().contiguous() for n, t in net.state_dict().items() if n in kept}
     write_bytes(folder / WEIGHTS, dump(state))
     write_text(folder / STRUCTURE, json.dumps(structure, indent=2))
 
 
-def load(folder: str | Path, *, build: Build | None = None) -> nn.Module:
+def _untied(net: nn.Module) -> set[str]:
+    """The names in the state of `net`, one for each tensor: tied weights are written once."""
+    seen: dict[Any, str] = {}
+    for name, tensor in net.state_dict(keep_vars=True).items():
+        seen.setdefault(id(tensor), name)
+    return set(seen.values())
+
+
+def load(folder: str | Path, *, build: Build | None = None, example: Any = None) -> nn.Module:
     """The plain network that a run left in `folder`, in evaluation mode.
 
     `build(**options)` makes the starting network; by default it is the function of `shallower.models` that
-    the structure names.
+    the structure names. A model whose blocks were found with an example needs one here.
     """
     folder = Path(folder)
     structure = _structure(folder / STRUCTURE)
@@ -56,24 +68,48 @@ def load(folder: str | Path, *, build: Build | None = None) -> nn.Module:
         build = getattr(models, name)
     with torch.random.fork_rng(devices=[]):
         net = build(**structure["options"])
-    blocks = {block.name: block for block in find_blocks(net)}
-    strangers = [name for name in structure["removed"] if name not in blocks]
-    if strangers:
-        raise ValueError(
-            f"{folder / STRUCTURE} removes {strangers}, which the network {name!r} does not have."
-        )
-    for block in structure["removed"]:
-        cut(net, blocks[block])
-    modules = {name: block for name, block in blocks.items() if isinstance(block, Block)}
-    survivors = [block for name, block in modules.items() if name not in structure["removed"]]
-    absorb(net, [name for name in structure["removed"] if name in modules], survivors)
+    apply_structure(net, folder, example=example)
     try:
-        net.load_state_dict(load_file(folder / WEIGHTS))
+        state = load_file(folder / WEIGHTS)
+        missing, strange = net.load_state_dict(state, strict=False)
+        lacking = set(missing) & _untied(net)
+        if lacking or strange:
+            raise RuntimeError(f"missing {sorted(lacking)}, not known {sorted(strange)}")
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(
             f"{folder / WEIGHTS} does not hold the weights of this structure: {error}"
         ) from error
     return net.eval()
+
+
+def apply_structure(
+    model: nn.Module, structure: str | Path | Mapping[str, Any], *, example: Any = None
+) -> nn.Module:
+    """Remove from `model`, in place, the blocks that a structure names, as the Pruner that wrote it did.
+
+        net = apply_structure(GPT2LMHeadModel(config), "runs/gpt2", example={"input_ids": ids})
+        net.load_state_dict(...)
+
+    `structure` is the folder of a run, its structure.json, or what that holds. Nothing is changed if the
+    model lacks one of the blocks.
+    """
+    if not isinstance(structure, Mapping):
+        path = Path(structure)
+        structure = _structure(path / STRUCTURE if path.is_dir() or path.suffix != ".json" else path)
+    removed = list(structure["removed"])
+    blocks = {block.name: block for block in find_blocks(model, example)}
+    strangers = [name for name in removed if name not in blocks]
+    if strangers:
+        raise ValueError(
+            f"The structure removes {strangers}, which this {type(model).__name__} does not have; it has "
+            f"{list(blocks)}. Blocks that read more than one input are found with `example=`."
+        )
+    for name in removed:
+        cut(model, blocks[name])
+    modules = {name: block for name, block in blocks.items() if isinstance(block, Block)}
+    survivors = [block for name, block in modules.items() if name not in removed]
+    absorb(model, [name for name in removed if name in modules], survivors)
+    return model
 
 
 def _structure(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from shallower.graphs import OwnForward, Untraceable, ancestors, author, dependents, trace_modes, used_by
 from shallower.split import SUMS, NotResidual, overwritten, terms, which_is_skip, write_out_alpha
@@ -23,6 +23,24 @@ from shallower.split import SUMS, NotResidual, overwritten, terms, which_is_skip
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 CHECKS = {torch._assert}
 
+
+def _encoder_layer(
+    self: nn.TransformerEncoderLayer,
+    src: Tensor,
+    src_mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """What PyTorch's own forward computes when none of its shortcuts is taken."""
+    masks = (src_mask, src_key_padding_mask)
+    if self.norm_first:
+        x = src + self._sa_block(self.norm1(src), *masks, is_causal=is_causal)
+        return x + self._ff_block(self.norm2(x))
+    x = self.norm1(src + self._sa_block(src, *masks, is_causal=is_causal))
+    return self.norm2(x + self._ff_block(x))
+
+
+FORWARDS: dict[type, Any] = {nn.TransformerEncoderLayer: _encoder_layer}  # common, and not to be traced
 
 # -- how a module is called ---------------------------------------------------------------------------
 
@@ -91,7 +109,10 @@ def _forward(module: nn.Module, call: Call) -> Any:
     """The module's forward as a function of the inputs alone."""
     arguments = [f"{n}={n}" for n in call.live] + [f"{n}=_fixed[{n!r}]" for n, _ in call.fixed]
     text = f"def forward(self, {', '.join(call.live)}):\n    return _whole(self, {', '.join(arguments)})"
-    scope: dict[str, Any] = {"_whole": author(module).forward, "_fixed": dict(call.fixed)}
+    scope: dict[str, Any] = {
+        "_whole": FORWARDS.get(author(module), author(module).forward),
+        "_fixed": dict(call.fixed),
+    }
     exec(text, scope)
     return scope["forward"]
 

@@ -126,7 +126,8 @@ class Pattern:
     """A forward for one way of being called: the function, its sums, and the branches of the gated ones."""
 
     main: Callable[..., Any]
-    graph: fx.Graph
+    written: fx.Graph  # what `main` computes
+    graph: fx.Graph  # what the author's forward computes
     sums: dict[int, Sum]
     graphs: dict[int, fx.Graph]
     branches: dict[int, Callable[..., Tensor]]
@@ -134,8 +135,9 @@ class Pattern:
 
 def _pattern(graph: fx.Graph, sums: dict[int, Sum], removed: set[int], copied: set[int]) -> Pattern:
     graphs = {index: _branch(graph, found) for index, found in sums.items() if index not in removed}
-    main = compiled(_main(graph, sums, removed, copied))
-    return Pattern(main, graph, sums, graphs, {index: compiled(part) for index, part in graphs.items()})
+    written = _main(graph, sums, removed, copied)
+    branches = {index: compiled(part) for index, part in graphs.items()}
+    return Pattern(compiled(written), written, graph, sums, graphs, branches)
 
 
 def _main(graph: fx.Graph, sums: dict[int, Sum], removed: set[int], copied: set[int]) -> fx.Graph:
@@ -394,8 +396,30 @@ def _drop(module: nn.Module, graph: fx.Graph, found: Sum) -> None:
             owner._parameters[name] = None
             vars(owner)[GONE] = (*vars(owner).get(GONE, ()), name)
         elif name in owner._modules:
-            owner._modules[name] = nn.Identity()
+            owner._modules[name] = husk(owner._modules[name])
             vars(module)[WEAVE].gone.add(target)
+
+
+def is_passage(module: nn.Module) -> bool:
+    """Whether a pruned module has nothing left but to hand on its first input."""
+    weave: Weave | None = vars(module).get(WEAVE)
+    if weave is None or weave.gates:
+        return False
+    graph = weave.pattern(weave.call, training=False).written
+    source = [node for node in graph.nodes if node.op == "placeholder"][1]  # after the module itself
+    value: Any = next(node for node in graph.nodes if node.op == "output").args[0]
+    value = value[0] if isinstance(value, tuple) and value else value
+    while isinstance(value, fx.Node) and value.target == "clone":
+        value = value.args[0]
+    return value is source
+
+
+def husk(module: nn.Module | None) -> nn.Module:
+    """Nothing in the place of a module, but for its plain attributes, which others may read."""
+    empty = nn.Identity()
+    plain = {k: v for k, v in vars(module).items() if type(v) in (bool, int, float, str)}
+    vars(empty).update(plain)
+    return empty
 
 
 def _reclass(module: nn.Module) -> None:

@@ -445,3 +445,41 @@ def test_compiled_blocks_compute_the_same(kind):
     assert all(
         torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
     )
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_pytorchs_own_encoder_layer_is_two_blocks(norm_first):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True, norm_first=norm_first)
+    model, z = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(3, 5, WIDTH)
+    padding = torch.arange(15).reshape(3, 5) % 4 == 3
+    example = {"src": z, "src_key_padding_mask": padding}
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, dataset_size=N, log_gamma=-5.0, theta=1.0, example=example)
+    assert pruner.names == [f"layers.{i}.{part}" for i in (0, 1) for part in ("self_attn", "linear1")]
+    assert torch.equal(model(**example), plain(**example))
+    pruner.gates["layers.0.self_attn"].xi = False
+    x = z if norm_first else plain.layers[0].norm1(z)
+    first = plain.layers[0]
+    fed = x + first._ff_block(first.norm2(x)) if norm_first else first.norm2(x + first._ff_block(x))
+    expected = plain.layers[1](fed, src_key_padding_mask=torch.zeros(3, 5).masked_fill(padding, -torch.inf))
+    assert torch.equal(model(**example), expected)
+
+
+@KINDS
+def test_a_pruned_model_comes_back_into_its_own_class(kind, tmp_path):
+    model, example, optimizer, pruner = started(kind, theta=0.5, theta_lr=0.05, log_gamma=-60.0)
+    train(model, example, optimizer, pruner, 30)
+    pruner.finalize()
+    net = pruner.finish().eval()
+    removed = [event.block for event in pruner.events]
+    assert removed
+    shallower.save(tmp_path, net, network="mine", options={}, removed=removed)
+    again = shallower.load(tmp_path, build=EXAMPLES[kind][0], example=example)
+    assert torch.equal(run_example(again, example), run_example(net, example))
+    assert isinstance(again, type(net))
+    untouched = EXAMPLES[kind][0]()
+    with pytest.raises(ValueError, match=r"removes \['nowhere'\]"):
+        shallower.apply_structure(untouched, {"removed": [removed[0], "nowhere"]}, example=example)
+    assert count_parameters(untouched) > count_parameters(net)
