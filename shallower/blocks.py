@@ -169,6 +169,10 @@ def choose(
     if isinstance(blocks, str):
         raise ValueError(f"Found blocks={blocks!r}; give a list of names: blocks=[{blocks!r}].")
     given = [b for b in blocks if not isinstance(b, str)] if isinstance(blocks, Sequence) else []
+    if given and len(given) != len(blocks or ()):  # type: ignore[arg-type]
+        raise ValueError(
+            "Found names beside blocks in blocks=; give either names or what find_blocks returned."
+        )
     if callable(blocks) or given:
         found = Survey(list(blocks(model)) if callable(blocks) else given, {})
         _check_found(model, found.blocks)

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from shallower import data, inspection
+from shallower import export as exporting
 from shallower.integrations.zoo import bring
 from shallower.recipes import RECIPES, Recipe, RecipeError, recipe
 from shallower.reports import (
@@ -27,10 +28,11 @@ from shallower.reports import (
     rows_by_label,
     write_section,
 )
-from shallower.reports.costs import network_cost
+from shallower.reports.costs import INPUTS, network_cost
 from shallower.reports.live import following
 from shallower.reports.table import FORMATS
 from shallower.reproduce import kept_at, reproduce_all
+from shallower.store import load
 from shallower.training import (
     Interrupted,
     Machine,
@@ -262,6 +264,31 @@ def _show_blocks(name: str, params: int, macs: int, blocks: list[dict[str, Any]]
     out.print(table)
     share = [100 * sum(row[k] for row in blocks) / total for k, total in totals.items()]
     out.print(f"{len(blocks)} blocks can be pruned: {share[0]:.1f} % of parameters, {share[1]:.1f} % of MACs")
+
+
+@app.command("export")
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a finished run")],
+    to: Annotated[str, typer.Option(help="onnx, torch or safetensors")] = "onnx",
+    path: Annotated[Path | None, typer.Option("--out", help="default: a file in the folder")] = None,
+    fold: Annotated[bool, typer.Option("--fold-batchnorm", help="into the convolutions before it")] = False,
+) -> None:
+    """Write the network of a run for others to run; what is written is compared with the network."""
+    with _plain_errors():
+        if to not in exporting.FORMS:
+            raise ValueError(f"There is no form {to!r}; there are {', '.join(exporting.FORMS)}.")
+        net, example = load(run), torch.zeros(1, *INPUTS[_task_of(run)])
+        written = exporting.export(net, example, to, path or run / exporting.FORMS[to][0], fold=fold)
+        out.print(f"written to {written}", highlight=False)
+
+
+def _task_of(run: Path) -> str:
+    try:
+        return str(json.loads((run / "recipe.json").read_text())["task"])
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(
+            f"{run / 'recipe.json'} does not tell what the network was trained on: {error}"
+        ) from error
 
 
 @app.command("report")
