@@ -1,0 +1,178 @@
+"""Models of transformers, small and with random weights; its generation, its files, its Trainer."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shallower import Pruner, apply_structure, find_blocks
+from shallower.discovery import run_example
+from tests.integrations.laws import check_laws, tamed
+
+pytest.importorskip("transformers")
+
+import transformers as hf
+
+from shallower.integrations.transformers import PruningCallback, compact
+
+WORDS = torch.arange(24).reshape(2, 12) % 50 + 3
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3}
+LLAMA = {**SMALL, "num_key_value_heads": 1, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def gpt2() -> nn.Module:
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=64, n_positions=32, **ENDS)
+    )
+
+
+def t5() -> nn.Module:
+    sizes = {"num_layers": 3, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "vocab_size": 64}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
+
+
+def whisper() -> nn.Module:
+    sizes = {"d_model": 32, "vocab_size": 64, "max_source_positions": 16, "num_mel_bins": 8}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_ffn_dim": 64, f"{side}_attention_heads": 2}
+    words = {"pad_token_id": 0, "decoder_start_token_id": 1, **ENDS}
+    return hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sizes, **words))
+
+
+TEXT = {"input_ids": WORDS}
+MODELS: dict[str, tuple[Any, dict[str, torch.Tensor], int, int]] = {  # and blocks: the sums, and whole layers
+    "gpt2": (gpt2, TEXT, 6, 3),
+    "llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)), TEXT, 6, 3),
+    "qwen2": (lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**LLAMA)), TEXT, 6, 3),
+    "mistral": (lambda: hf.MistralForCausalLM(hf.MistralConfig(**LLAMA)), TEXT, 6, 3),
+    "bert": (lambda: hf.BertModel(hf.BertConfig(**SMALL, vocab_size=64)), TEXT, 6, 0),
+    "roberta": (lambda: hf.RobertaModel(hf.RobertaConfig(**SMALL, vocab_size=64)), TEXT, 6, 0),
+    "t5": (t5, {**TEXT, "labels": WORDS}, 12, 0),
+    "vit": (
+        lambda: hf.ViTModel(hf.ViTConfig(**SMALL, image_size=32, patch_size=8)),
+        {"pixel_values": torch.randn(2, 3, 32, 32)},
+        6,
+        3,
+    ),
+    "whisper": (whisper, {"input_features": torch.randn(2, 8, 32), "decoder_input_ids": WORDS}, 8, 4),
+}
+DECODERS = ("gpt2", "llama", "qwen2", "mistral")
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_laws_hold(name):
+    build, example, blocks, _ = MODELS[name]
+    assert len(check_laws(build(), example, closings=2)) == blocks
+
+
+@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row[3]])
+def test_the_laws_hold_for_whole_layers(name):
+    build, example, _, layers = MODELS[name]
+    assert len(check_laws(build(), example, closings=2, whole=True)) >= layers
+
+
+def pruned(name: str, gone: list[int], *, whole: bool) -> tuple[nn.Module, nn.Module, list[str]]:
+    """A decoder without some of its blocks, the one that it was, and the names of what it lost."""
+    build, example, *_ = MODELS[name]
+    model = tamed(build()).eval()
+    original = copy.deepcopy(model)
+    blocks = find_blocks(model, example, whole=whole)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, dataset_size=10, log_gamma=-1.0, theta=1.0, blocks=blocks)
+    pruner.num_steps = 1
+    pruner.theta[gone] = 0.0
+    pruner.finalize()
+    return compact(pruner.finish()).eval(), original, [blocks[i].name for i in gone]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_cache_changes_no_token(name, whole):
+    net, _, _ = pruned(name, [0] if whole else [0, 2, 3], whole=whole)
+    assert net.config.num_hidden_layers == 2
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        cached, plain = (net.generate(WORDS[:, :5], use_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, plain)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_model_without_some_layers_is_a_shallower_model_of_its_class(name, tmp_path):
+    net, original, _ = pruned(name, [1], whole=True)
+    net.save_pretrained(tmp_path)
+    native = type(original).from_pretrained(tmp_path).eval()
+    assert [type(m) for m in native.modules()] == [type(m) for m in net.modules()]
+    with torch.no_grad():
+        assert torch.equal(native(**TEXT).logits, net(**TEXT).logits)
+    assert type(original)(copy.deepcopy(net.config)).state_dict().keys() == net.state_dict().keys()
+
+
+def test_what_lost_parts_of_layers_comes_back_with_its_structure():
+    net, original, removed = pruned("gpt2", [0, 3], whole=False)
+    fresh = apply_structure(gpt2(), {"removed": removed}, example=TEXT)
+    fresh.load_state_dict(net.state_dict())
+    with torch.no_grad():
+        assert torch.equal(run_example(fresh.eval(), TEXT).logits, net(**TEXT).logits)
+    assert sum(p.numel() for p in fresh.parameters()) < sum(p.numel() for p in original.parameters())
+
+
+# -- the Trainer ----------------------------------------------------------------------------------------
+
+
+class Lines(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        words = (torch.arange(8) * (index % 5 + 1) + index) % 61 + 3
+        return {"input_ids": words, "labels": words}
+
+
+def trainer(folder: Path, **options: Any) -> tuple[hf.Trainer, PruningCallback]:
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    blocks = find_blocks(model, {"input_ids": WORDS})
+    given = {"dataset_size": 48 * 8, "log_gamma": -200.0, "theta": 0.5, "theta_lr": 0.03}
+    callback = PruningCallback(Pruner(model, optimizer, blocks=blocks, **given), finalize_at=0.75)
+    args = hf.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=24,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        save_steps=12,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_steps=1000,
+        **options,
+    )
+    run = hf.Trainer(model, args, train_dataset=Lines(), optimizers=(optimizer, None), callbacks=[callback])
+    return run, callback
+
+
+def test_the_trainer_prunes_and_resumes_where_it_stopped(tmp_path):
+    first, callback = trainer(tmp_path / "a")
+    first.train()
+    pruner = callback.pruner
+    assert pruner.num_steps == 24
+    assert pruner.finalized
+    assert pruner.events
+    again, resumed = trainer(tmp_path / "b")
+    checkpoint = tmp_path / "a" / "checkpoint-12"
+    with pytest.raises(RuntimeError, match=r"callback\.resume"):
+        again.train(resume_from_checkpoint=str(checkpoint))
+    again, resumed = trainer(tmp_path / "b")
+    resumed.resume(checkpoint)
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.pruner.events == pruner.events
+    ours, theirs = again.model.state_dict(), first.model.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.allclose(ours[k], theirs[k], atol=1e-6) for k in ours)
+    net = compact(pruner.finish())
+    assert sum(p.numel() for p in net.parameters()) < sum(p.numel() for p in gpt2().parameters())
