@@ -123,10 +123,22 @@ class Pruner:
         self.finalized_at: int | None = None  # the step after which the network was made deterministic
         self._compiler: Compiler | None = None
         self._followers: list[Follower] = []
-        self._before = BeforeStep(
-            optimizer, self.gates, self._prunable, grad_scaler=grad_scaler, keep_weights=needs_loss(estimator)
-        )
+        self._before = self._hook(optimizer)
         self._draw()
+
+    def _hook(self, optimizer: Optimizer) -> BeforeStep:
+        keep = needs_loss(self.estimator)
+        return BeforeStep(
+            optimizer, self.gates, self._prunable, grad_scaler=self.grad_scaler, keep_weights=keep
+        )
+
+    def use_optimizer(self, optimizer: Optimizer) -> None:
+        """Go on with another optimiser of the same parameters, as one that a trainer builds later."""
+        check_trainable(self.model, optimizer, {name: self.blocks[name] for name in self.gates})
+        self.optimizer = optimizer
+        if not self.finalized:
+            self._before.remove()
+            self._before = self._hook(optimizer)
 
     def _attach(self, name: str, theta: float) -> Gate:
         watching, free = not needs_loss(self.estimator), getattr(self.estimator, "free", True)
