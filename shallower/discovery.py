@@ -117,7 +117,7 @@ def find_strands(
     strands, reasons = [], [str(s) for s in found.values() if isinstance(s, NotResidual)]
     for index, each in sums.items():
         parameters = only_in(module, graphs[False], each.region)
-        holds = [c for c in children for t in each.targets() if c == t or c.startswith(f"{t}.")]
+        holds = any(_overlap(child, target) for child in children for target in each.targets())
         if not parameters or holds or not isinstance(twins.get(index), Sum):
             continue
         strands.append(
@@ -171,6 +171,11 @@ def _sides(sums: Any, graph: fx.Graph) -> tuple[Side, ...]:
         for node, value in each.sides.items():
             sides[node.args[1]] = None if value is None else str(value.target)
     return tuple(sides.items())
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two paths are the same, or one is inside the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _overwrites_input(module: nn.Module, node: fx.Node) -> bool:

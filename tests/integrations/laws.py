@@ -11,7 +11,7 @@ from shallower.discovery import run_example
 from shallower.fitting import AnyBlock, cut
 from shallower.ledger import count_parameters
 
-RATES = ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "drop_prob", "attn_drop")
+RATES = ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "drop_prob", "attn_drop", "p")
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -27,8 +27,6 @@ def tamed(model: nn.Module) -> nn.Module:
     """No dice are rolled, no statistics move, and no scale starts at zero, which would hide a lost branch."""
     torch.manual_seed(0)
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.momentum = 0.0
         for name in RATES:
