@@ -26,7 +26,7 @@ format: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(RUN)/pip install --quiet --constraint constraints.txt --editable ".[dev,integrations]"
 	touch $@
 
 clean:

@@ -25,8 +25,8 @@ eva02_tiny_patch14_224 cait_xxs24_224 xcit_nano_12_p16_224 swin_tiny_patch4_wind
 swinv2_tiny_window8_256 twins_svt_small pvt_v2_b0 nest_tiny tnt_s_patch16_224 visformer_tiny
 volo_d1_224 crossvit_tiny_240 davit_tiny hiera_tiny_224 coat_lite_tiny coatnet_nano_rw_224
 maxvit_pico_rw_256 mixer_s32_224 resmlp_12_224 gmlp_ti16_224 gmixer_12_224 sequencer2d_s"""
-TORCHVISION = """resnet50 wide_resnet50_2 regnet_y_400mf mobilenet_v3_small efficientnet_v2_s convnext_tiny vit_b_32
-swin_t swin_v2_t maxvit_t"""
+TORCHVISION = """resnet50 wide_resnet50_2 regnet_y_400mf mobilenet_v3_small efficientnet_v2_s convnext_tiny
+vit_b_32 swin_t swin_v2_t maxvit_t"""
 TRANSFORMERS = "gpt2 bert roberta t5 vit distilbert opt gpt_neo"
 
 
