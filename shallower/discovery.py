@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from shallower.sums import (
     residual_sums,
     trace_call,
 )
-from shallower.weave import Side, Strand, known_values
+from shallower.weave import Side, Strand, element_of_child, known_values
 
 
 @dataclass
@@ -111,14 +111,15 @@ def find_strands(
     ran = None if called is None else _ran(module, graphs[False], called)
     found = residual_sums(module, graphs[False], {} if ran is None else ran.values)
     sums = {i: s for i, s in found.items() if isinstance(s, Sum) and _same_shape(s, ran)}
-    sides = _sides(sums.values(), graphs[False])
+    sides = _sides(sums.values())
     twins = residual_sums(module, graphs[True], known_values(graphs[True], sides))
     children = [p[len(path) + 1 if path else 0 :] for p in inner]
     strands, reasons = [], [str(s) for s in found.values() if isinstance(s, NotResidual)]
     for index, each in sums.items():
         parameters = only_in(module, graphs[False], each.region)
         holds = any(_overlap(child, target) for child in children for target in each.targets())
-        if not parameters or holds or not isinstance(twins.get(index), Sum):
+        twin = twins.get(index)
+        if not parameters or holds or not isinstance(twin, Sum) or twin.targets() != each.targets():
             continue
         strands.append(
             Strand(
@@ -165,12 +166,15 @@ def _own(values: Sequence[Any]) -> list[Any]:
     return [value if isinstance(value, Tensor) else copy.deepcopy(value) for value in values]
 
 
-def _sides(sums: Any, graph: fx.Graph) -> tuple[Side, ...]:
-    sides: dict[int, str | None] = {}
+def _sides(sums: Iterable[Sum]) -> tuple[Side, ...]:
+    """What stands beside the branches, in a form that holds for other graphs of the same forward."""
+    sides: list[Side] = []
     for each in sums:
         for node, value in each.sides.items():
-            sides[node.args[1]] = None if value is None else str(value.target)
-    return tuple(sides.items())
+            place = element_of_child(node)
+            assert place is not None
+            sides.append((*place, None if value is None else str(value.target)))
+    return tuple(dict.fromkeys(sides))
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from shallower.discovery import run_example
 from shallower.estimators import flip, needs_loss
 from shallower.gate import Gate
 from shallower.graphs import in_mode, same_dice
@@ -47,16 +48,27 @@ def count_macs(model: nn.Module, example: Example) -> int:
 def _macs_now(model: nn.Module, example: Example) -> int:
     size = samples(example)
     # Attention as plain matrix products: the counter does not know the fused operator of every device.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    with _constant(model), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         call(model, example)
     return counter.get_total_flops() // (2 * size)
 
 
-def call(model: nn.Module, example: Example) -> Any:
-    """The model on a batch: one tensor, a tuple of arguments, or a mapping of keyword arguments."""
-    if isinstance(example, Mapping):
-        return model(**example)
-    return model(*example) if isinstance(example, tuple | list) else model(example)
+@contextmanager
+def _constant(model: nn.Module) -> Iterator[None]:
+    """The counter hangs hooks on what requires a gradient, which fails for views of parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
+call = (
+    run_example  # the model on a batch: one tensor, a tuple of arguments, or a mapping of keyword arguments
+)
 
 
 def _tensors(value: Any) -> list[Tensor]:

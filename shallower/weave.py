@@ -10,6 +10,7 @@ a pruned one is its skip. While all gates are open, the author's own forward run
 
 import copy
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from shallower.sums import Call, Sum, arrange, residual_sums, trace_call
 from shallower.watch import Watch, new_xi
 
 WEAVE = "shallower_weave"
-Side = tuple[int, str | None]  # an element beside a branch, and the input that it is; None if it is None
+Side = tuple[str, int, str | None]  # a child, an element of what it returns, and the input that this is
+MOST = 64  # ways of being called that are remembered
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,8 @@ class Weave:
 
     def pattern(self, call: Call, *, training: bool) -> Pattern:
         if (call, training) not in self._patterns:
+            if len(self._patterns) >= MOST:  # a constant that changes with every call
+                self._patterns.clear()
             self._check_constants(call)
             graphs = trace_call(self.module, call, opened=set(self.opened))
             for mode, graph in graphs.items():
@@ -266,13 +270,21 @@ class Weave:
 def known_values(graph: fx.Graph, sides: Sequence[Side]) -> dict[fx.Node, Any]:
     """What stands beside branches, by what `sides` says of it."""
     inputs = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
-    known = dict(sides)
+    known = {(child, element): name for child, element, name in sides}
     values: dict[fx.Node, Any] = {node: node for node in inputs.values()}
     for node in graph.nodes:
-        if len(node.args) == 2 and isinstance(node.args[1], int) and node.args[1] in known:
-            name = known[node.args[1]]
+        place = element_of_child(node)
+        if place in known:
+            name = known[place]
             values[node] = None if name is None else inputs[name]
     return values
+
+
+def element_of_child(node: fx.Node) -> tuple[str, int] | None:
+    """Of which child a value is which element, if it is one."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return None
+    return (str(node.args[0].target), node.args[1]) if isinstance(node.args[1], int) else None
 
 
 def _modules_at(module: nn.Module, target: str) -> Iterable[nn.Module]:

@@ -6,7 +6,8 @@ Which modules those are is seen on an example: every value from the input to the
 one before it. Closed, the module is not run but for its estimate; removed, it is its input.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ class Whole:
     """A module that is gated as a whole. `rest` says what it returns beside its sum: None, or an argument."""
 
     name: str
+    first: str  # its input, as the forward calls it
     rest: tuple[int | str | None, ...] | None  # None: it returns the sum alone
     overwrites: bool = True  # nobody knows
 
@@ -39,12 +41,16 @@ class Whole:
     def prunable(self, module: nn.Module) -> dict[str, nn.Parameter]:
         return dict(module.named_parameters())
 
+    def input(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return args[0] if args else kwargs.get(self.first)
+
     def put(self, total: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What the module returns if its sum is `total`."""
         if self.rest is None:
             return total
-        values = (None if r is None else args[r] if isinstance(r, int) else kwargs[r] for r in self.rest)
-        return (total, *values)
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs.items())
+        return (total, *(None if place is None else given.get(place) for place in self.rest))
 
 
 class _Sums(TorchDispatchMode):
@@ -75,21 +81,24 @@ def find_whole(
 ) -> tuple[Whole | None, bool]:
     """The module as one block, if the example shows that it adds to its first input; and whether it adds
     anything to it at all."""
-    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+    names = list(inspect.signature(author(module).forward).parameters)[1:]
+    z = args[0] if args else kwargs.get(names[0]) if names else None
+    if not isinstance(z, Tensor) or not z.is_floating_point():
         return None, True
-    sums = _Sums(args[0].clone())
+    sums = _Sums(z.clone())
+    others = {name: value for name, value in kwargs.items() if args or name != names[0]}
     try:
         with torch.no_grad(), in_mode(module, training=False), same_dice(module), sums:
-            out = module(sums.found[0], *args[1:], **kwargs)
+            out = module(sums.found[0], *args[1:], **others)
     except Exception:  # whatever the module raises when it is run by itself
         return None, True
-    first, *others = out if isinstance(out, tuple) else (out,)
-    if not isinstance(first, Tensor) or not sums.holds(first) or first.shape != args[0].shape:
+    first, *beside = out if isinstance(out, tuple) else (out,)
+    if not isinstance(first, Tensor) or not sums.holds(first) or first.shape != z.shape:
         return None, sums.added
-    rest = _rest(others, args, kwargs)
+    rest = _rest(beside, args, kwargs)
     if rest is None or first.data_ptr() == sums.found[0].data_ptr():
         return None, sums.added
-    return Whole(name, rest if isinstance(out, tuple) else None), True
+    return Whole(name, names[0], rest if isinstance(out, tuple) else None), True
 
 
 def _rest(
@@ -134,11 +143,12 @@ class WholeGate(Gate):
             out = whole(*args, **kwargs) if compiled is None else compiled(self.module, *args, **kwargs)
             return out[0] if isinstance(out, tuple) else out
 
-        z, watching = args[0], self.watching and torch.is_grad_enabled()
+        z, watching = self.block.input(args, kwargs), self.watching and torch.is_grad_enabled()
         if not self.module.training:
             self.theta.fill_(self.rate)
             self._hear(run)
-            return torch.lerp(z, run(), self.theta.to(z.dtype))
+            out = run()
+            return torch.lerp(z.to(out.dtype), out, self.theta.to(out.dtype))
         if self.xi:
             out = run()
             if not watching:
@@ -172,7 +182,7 @@ class Passed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         block: Whole = self.__dict__[WHOLE]
-        return block.put(args[0].clone(), args, kwargs)
+        return block.put(block.input(args, kwargs).clone(), args, kwargs)
 
 
 def pass_by(module: nn.Module, block: Whole) -> None:
