@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test bench check format clean
+.PHONY: demo test test-core bench check format clean
 
 demo: $(VENV)/.installed
 	$(RUN)/python examples/digits.py
 
 test: $(VENV)/.installed check
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
+
+test-core: $(VENV)/.installed check
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --ignore tests/integrations
 
 bench: $(VENV)/.installed
 	$(RUN)/pip install --quiet --no-deps torch-pruning
@@ -26,7 +29,7 @@ format: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/pip install --quiet --constraint constraints.txt --editable ".[dev,integrations]"
+	$(RUN)/pip install --quiet --constraint constraints.txt --editable ".[dev,vision,hf,lightning,onnx]"
 	touch $@
 
 clean:

@@ -1,6 +1,6 @@
 """The three lines in a loop of accelerate: mixed precision and accumulation are its business, draws are ours.
 
-pip install "shallower[integrations]"
+pip install "shallower[hf]"
 python examples/accelerate_loop.py
 """
 

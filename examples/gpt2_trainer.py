@@ -1,6 +1,6 @@
 """GPT-2 on Python's own documentation, byte by byte, with the Trainer of transformers: dense against pruned.
 
-    pip install "shallower[integrations]"
+    pip install "shallower[hf]"
     python examples/gpt2_trainer.py
 
 Whole layers are pruned, so what comes out is a GPT-2 with fewer of them, which `from_pretrained` loads. Takes
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from shallower import Pruner, count_parameters, find_blocks
-from shallower.integrations.transformers import PruningCallback, compact
+from shallower.integrations.transformers import PruningCallback
 
 LENGTH, BATCH = 48, 8
 
@@ -51,8 +51,8 @@ def train(steps: int, price: float | None, layers: int) -> dict[str, float]:
     callbacks = []
     if price is not None:
         blocks = find_blocks(model, {"input_ids": seen[0]["input_ids"][None]}, whole=True)
-        given = {"dataset_size": seen.pieces.numel(), "price": price, "theta": 0.5, "theta_lr": 4e-3}
-        callbacks = [PruningCallback(Pruner(model, optimizer, blocks=blocks, **given), finalize_at=0.7)]
+        given = {"dataset_size": seen.pieces.numel(), "price": price, "theta": 0.9, "theta_lr": 1e-2}
+        callbacks = [PruningCallback(Pruner(model, optimizer, blocks=blocks, **given), finalize_at=0.5)]
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=folder,
@@ -78,7 +78,7 @@ def train(steps: int, price: float | None, layers: int) -> dict[str, float]:
         trainer.train()
         seconds = time.perf_counter() - begun
         if callbacks:
-            compact(callbacks[0].pruner.finish())
+            callbacks[0].pruner.finish()
         loss = trainer.evaluate()["eval_loss"]
     row = {"loss": loss, "layers": model.config.n_layer, "parameters": count_parameters(model)}
     return {**row, "seconds": seconds, "tokens/s": throughput(model)}
@@ -101,8 +101,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--price", type=float, default=0.01, help="in nats per token")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--price", type=float, default=0.02, help="in nats per token")
     parser.add_argument("--layers", type=int, default=8)
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """A small vision transformer of timm on CIFAR-10, with Lightning: dense against pruned.
 
-    pip install "shallower[integrations]"
+    pip install "shallower[vision,lightning]"
     python examples/vit_lightning.py
 
 Attention and MLP of every layer are pruned on their own. CIFAR-10 is fetched once, as by
@@ -46,9 +46,9 @@ def train(task: Any, steps: int, price: float | None, depth: int) -> dict[str, f
     torch.manual_seed(0)
     module = Classifier(depth, steps)
     loader = task.batches("train", BATCH, seed=0)
-    options = {"dataset_size": len(task.train), "price": price, "theta": 0.5, "theta_lr": 4e-3}
+    options = {"dataset_size": len(task.train), "price": price, "theta": 0.9, "theta_lr": 1e-2}
     example = torch.zeros(2, 3, 32, 32)
-    callbacks = [] if price is None else [PruningCallback(example=example, finalize_at=0.7, **options)]
+    callbacks = [] if price is None else [PruningCallback(example=example, finalize_at=0.5, **options)]
     trainer = L.Trainer(
         max_steps=steps,
         callbacks=callbacks,
@@ -94,7 +94,7 @@ def throughput(module: nn.Module) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--price", type=float, default=0.02, help="in nats per image")
     parser.add_argument("--depth", type=int, default=6)
     given = parser.parse_args()

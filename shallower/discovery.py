@@ -13,12 +13,14 @@ from shallower.graphs import Untraceable, ancestors, author, in_mode, same_dice
 from shallower.split import NotResidual, overwritten, terms
 from shallower.sums import (
     Call,
+    Mark,
     Recorder,
     Sum,
     adds_two,
     arrange,
     default_call,
     joins_inputs,
+    marked_sums,
     only_in,
     residual_sums,
     trace_call,
@@ -39,7 +41,10 @@ class Called:
         """Whether it was called with one tensor, and every other argument at its default."""
         _, *parameters = inspect.signature(author(module).forward).parameters.values()
         given = {p.name: p.default for p in parameters}
-        as_default = all(name in given and given[name] == value for name, value in self.call.fixed)
+        as_default = all(
+            name in given and repr(given[name]) == repr(value)
+            for name, value in self.call.constants().items()
+        )
         return as_default and len(self.values) == 1 and isinstance(self.values[0], Tensor)
 
 
@@ -112,23 +117,27 @@ def find_strands(
     found = residual_sums(module, graphs[False], {} if ran is None else ran.values)
     sums = {i: s for i, s in found.items() if isinstance(s, Sum) and _same_shape(s, ran)}
     sides = _sides(sums.values())
-    twins = residual_sums(module, graphs[True], known_values(graphs[True], sides))
+    marks = {i: Mark(s.skip is terms(s.total)[0], tuple(s.targets())) for i, s in sums.items()}
+    twins = marked_sums(module, graphs[True], known_values(graphs[True], sides), marks)
     children = [p[len(path) + 1 if path else 0 :] for p in inner]
     strands, reasons = [], [str(s) for s in found.values() if isinstance(s, NotResidual)]
+    taken: list[Sum] = []
     for index, each in sums.items():
         parameters = only_in(module, graphs[False], each.region)
-        holds = any(_overlap(child, target) for child in children for target in each.targets())
-        twin = twins.get(index)
-        if not parameters or holds or not isinstance(twin, Sum) or twin.targets() != each.targets():
+        reason = _reason(each, graphs[False], parameters, children, taken, index in twins)
+        if reason is not None:
+            reasons.append(reason)
+        if reason is not None or not parameters:
             continue
+        taken.append(each)
         strands.append(
             Strand(
-                name=_name(path, each, parameters),
+                name=_name(path, parameters),
                 path=path,
                 index=index,
                 call=call,
                 parameters=tuple(parameters),
-                left=each.skip is terms(each.total)[0],
+                mark=marks[index],
                 opened=opened,
                 sides=sides,
                 touched=each.touched,
@@ -140,6 +149,31 @@ def find_strands(
             reasons[0] if reasons else "it has no sum with a branch of its own", near=bool(reasons)
         )
     return _named(path, strands, alone=not inner)
+
+
+def _reason(
+    each: Sum,
+    graph: fx.Graph,
+    parameters: Iterable[str],
+    children: Sequence[str],
+    taken: Sequence[Sum],
+    known: bool,
+) -> str | None:
+    """Why a sum is not taken, if it is not."""
+    mine = each.targets()
+    outside = [
+        str(n.target) for n in graph.nodes if n not in each.region and n.op in ("call_module", "get_attr")
+    ]
+    if any(_overlap(child, target) for child in children for target in mine):
+        return "its branch holds blocks of its own"
+    if any(other.total in each.region for other in taken):
+        return "its branch holds another sum that is a block"
+    owned = [t for t in mine if any(_overlap(t, name) for name in parameters)]
+    if shared := [t for t in owned if any(_overlap(t, other) for other in outside)]:
+        return f"its branch shares {shared[0]} with what stands outside of it"
+    if not known:
+        return "its sum is not the same in training and in evaluation"
+    return None
 
 
 def _ran(module: nn.Module, graph: fx.Graph, called: Called) -> Recorder:
@@ -187,7 +221,7 @@ def _overwrites_input(module: nn.Module, node: fx.Node) -> bool:
     return old is not None and old.op == "placeholder"
 
 
-def _name(path: str, each: Sum, parameters: Mapping[str, nn.Parameter]) -> str:
+def _name(path: str, parameters: Mapping[str, nn.Parameter]) -> str:
     """After the child with most of the branch's parameters."""
     sizes: dict[str, int] = {}
     for name, parameter in parameters.items():

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.fx.experimental.optimization import fuse
 
 TOLERANCE = 1e-5
 
@@ -19,7 +18,7 @@ def export_onnx(net: nn.Module, example: Tensor, path: Path) -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"ONNX needs onnx, onnxscript and onnxruntime ({error}): pip install shallower[export]"
+            f"ONNX needs onnx, onnxscript and onnxruntime ({error}): pip install shallower[onnx]"
         ) from error
     program = torch.onnx.export(
         net, (_batch(example),), dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch")},), verbose=False
@@ -59,6 +58,8 @@ def export(net: nn.Module, example: Tensor, to: str, path: Path, *, fold: bool =
         raise ValueError(f"There is no form {to!r}; there are {', '.join(FORMS)}.")
     net = net.eval()
     if fold:
+        from torch.fx.experimental.optimization import fuse  # slow to import, and warns of other things
+
         folded = fuse(net)
         _check(net, example, path, folded)
         net = folded

@@ -229,6 +229,14 @@ def is_sequential(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
+def husk(module: nn.Module | None) -> nn.Module:
+    """Nothing in the place of a module, but for its plain attributes, which others may read."""
+    empty = nn.Identity()
+    plain = {k: v for k, v in vars(module).items() if type(v) in (bool, int, float, str)}
+    vars(empty).update(plain)
+    return empty
+
+
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` at `name`, in the mode of what stood there."""
     modes = {path: m.training for path, m in model.get_submodule(name).named_modules()}
@@ -241,8 +249,8 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 @contextmanager
 def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Batch statistics are used as in training, but running ones and all other buffers stay as they were."""
-    modules = [m for m in modules if m.training]
-    norms = [m for m in modules if isinstance(m, _NormBase) and m.track_running_stats]
+    modules = list(modules)
+    norms = [m for m in modules if isinstance(m, _NormBase) and m.track_running_stats and m.training]
     buffers = [
         b for m in modules if not isinstance(m, _NormBase) for b in m._buffers.values() if b is not None
     ]

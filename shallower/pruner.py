@@ -22,6 +22,7 @@ from shallower.gate import Gate
 from shallower.graphs import frozen_statistics
 from shallower.hook import BeforeStep
 from shallower.split import Block
+from shallower.stacks import compact
 from shallower.state import VERSION, check_state
 
 
@@ -336,6 +337,7 @@ class Pruner:
     def finish(self) -> nn.Module:
         """The plain network: no gate is left, and linear skips are absorbed wherever that is exact.
 
+        Layers of a transformers model that are gone as a whole leave its configuration, too (see `stacks`).
         It is `model` itself, changed in place; `pruner.absorption` tells what was folded and what stays.
         """
         self._check_begun("finish")
@@ -348,6 +350,8 @@ class Pruner:
         if not self.finalized:
             self._ungate()
         if not self.finished:
+            for model in (self.model, *(follower.model for follower in self._followers)):
+                compact(model)
             modules = {name: block for name, block in self.blocks.items() if isinstance(block, Block)}
             survivors = [modules[name] for name in self.alive if name in modules]
             removed = [event.block for event in self.events if event.block in modules]

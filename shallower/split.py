@@ -316,7 +316,8 @@ def _last_affine(module: nn.Module, graph: fx.Graph) -> nn.Module | None:
             if type(leaf) in AFFINE:
                 return leaf
             if type(leaf) not in HOMOGENEOUS:
-                return _last_affine_inside(leaf)
+                alone = len(value.args) == 1 and not value.kwargs  # it is looked at with its defaults
+                return _last_affine_inside(leaf) if alone else None
         value = value.all_input_nodes[0]
     return None
 

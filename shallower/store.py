@@ -17,10 +17,11 @@ from torch import nn
 
 from shallower import models
 from shallower.absorption import absorb
-from shallower.blocks import find_blocks
+from shallower.blocks import find_blocks, unaliased
 from shallower.files import write_bytes, write_text
 from shallower.fitting import cut
 from shallower.split import Block
+from shallower.stacks import compact
 
 WEIGHTS, STRUCTURE, VERSION = "model.safetensors", "structure.json", 1
 Build = Callable[..., nn.Module]
@@ -96,18 +97,25 @@ def apply_structure(
     if not isinstance(structure, Mapping):
         path = Path(structure)
         structure = _structure(path / STRUCTURE if path.is_dir() or path.suffix != ".json" else path)
+    if not isinstance(structure.get("removed"), list | tuple):
+        raise ValueError(f"Found a structure of {sorted(structure)}; it needs 'removed', a list of blocks.")
     removed = list(structure["removed"])
     blocks = {block.name: block for block in find_blocks(model, example)}
+    if example is not None and any(name not in blocks for name in removed):
+        layers = {block.name: block for block in find_blocks(model, example, whole=True)}
+        blocks = layers if all(name in layers for name in removed) else blocks
     strangers = [name for name in removed if name not in blocks]
     if strangers:
         raise ValueError(
             f"The structure removes {strangers}, which this {type(model).__name__} does not have; it has "
             f"{list(blocks)}. Blocks that read more than one input are found with `example=`."
         )
+    copied = unaliased(model, list(blocks.values()))
     for name in removed:
-        cut(model, blocks[name])
+        cut(model, blocks[name], alias=name not in copied)
     modules = {name: block for name, block in blocks.items() if isinstance(block, Block)}
     survivors = [block for name, block in modules.items() if name not in removed]
+    compact(model)
     absorb(model, [name for name in removed if name in modules], survivors)
     return model
 

@@ -22,6 +22,34 @@ from shallower.split import SUMS, NotResidual, overwritten, terms, which_is_skip
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 CHECKS = {torch._assert}
+_METHODS = (
+    *(
+        "view",
+        "view_as",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "t",
+        "squeeze",
+        "unsqueeze",
+    ),
+    *(
+        "expand",
+        "expand_as",
+        "narrow",
+        "select",
+        "chunk",
+        "split",
+        "unbind",
+        "detach",
+        "contiguous",
+        "to",
+        "T",
+    ),
+)
+VIEWS = {operator.getitem, getattr, *_METHODS, *(getattr(torch, m) for m in _METHODS if hasattr(torch, m))}
 
 
 def _encoder_layer(
@@ -45,12 +73,31 @@ FORWARDS: dict[type, Any] = {nn.TransformerEncoderLayer: _encoder_layer}  # comm
 # -- how a module is called ---------------------------------------------------------------------------
 
 
+class Constant:
+    """A plain value as a key: 1, 1.0 and True are three."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
 @dataclass(frozen=True)
 class Call:
     """The arguments of a call: the names of the inputs, and the constants with their values."""
 
     live: tuple[str, ...] = ()
-    fixed: tuple[tuple[str, Any], ...] = ()
+    fixed: tuple[tuple[str, Constant], ...] = ()
+
+    def constants(self) -> dict[str, Any]:
+        return {name: constant.value for name, constant in self.fixed}
 
 
 def arrange(
@@ -66,17 +113,13 @@ def arrange(
     given |= kwargs
     fixed = {name: value for name, value in given.items() if _is_plain(value)}
     live = [name for name in given if name not in fixed]
-    return Call(tuple(live), tuple((n, _hashable(v)) for n, v in fixed.items())), [given[n] for n in live]
+    return Call(tuple(live), tuple((n, Constant(v)) for n, v in fixed.items())), [given[n] for n in live]
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return isinstance(value, PLAIN)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, tuple | list) else value
 
 
 def default_call(module: nn.Module) -> Call:
@@ -87,7 +130,9 @@ def default_call(module: nn.Module) -> Call:
 
 
 class _Tracer(OwnForward):
-    """Opens the modules in `opened`; every other child is one opaque call."""
+    """Opens the modules in `opened`; every other child is one opaque call. Buffers are no constants."""
+
+    proxy_buffer_attributes = True
 
     def __init__(self, opened: set[type]) -> None:
         super().__init__()
@@ -111,7 +156,7 @@ def _forward(module: nn.Module, call: Call) -> Any:
     text = f"def forward(self, {', '.join(call.live)}):\n    return _whole(self, {', '.join(arguments)})"
     scope: dict[str, Any] = {
         "_whole": FORWARDS.get(author(module), author(module).forward),
-        "_fixed": dict(call.fixed),
+        "_fixed": call.constants(),
     }
     exec(text, scope)
     return scope["forward"]
@@ -148,27 +193,18 @@ class Sum:
 
 
 def residual_sums(
-    module: nn.Module,
-    graph: fx.Graph,
-    values: Mapping[fx.Node, Any],
-    lefts: Mapping[int, bool] | None = None,
+    module: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any]
 ) -> dict[int, Sum | NotResidual]:
     """Every residual sum, or why one cannot be gated, by its number among all sums of two values.
 
-    `values` are what the nodes computed on an example, for those that stand beside a branch. `lefts` says
-    which operand is the skip, where that is known from when the module was whole.
+    `values` are what the nodes computed on an example, for those that stand beside a branch.
     """
-    output = next(node for node in graph.nodes if node.op == "output")
-    needed = ancestors(output)
     found: dict[int, Sum | NotResidual] = {}
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for index, node in enumerate(n for n in graph.nodes if n in needed and adds_two(n)):
+    for index, node in enumerate(_all_sums(graph)):
         try:
             left, right = terms(node)
-            if lefts is not None and index in lefts:
-                skip, branch = (left, right) if lefts[index] else (right, left)
-            else:
-                skip, branch = _skip_and_branch(module, graph, left, right, inputs)
+            skip, branch = _skip_and_branch(module, graph, left, right, inputs)
             found[index] = _sum(module, graph, node, skip, branch, inputs, values)
         except _NoSkip:
             if joins_inputs(node):
@@ -179,6 +215,37 @@ def residual_sums(
         except NotResidual as no:
             found[index] = no
     return found
+
+
+@dataclass(frozen=True)
+class Mark:
+    """By what a sum is known again when the module is called in another way, or has lost other sums."""
+
+    left: bool  # the skip is the first operand
+    targets: tuple[str, ...]  # the children and parameters in its region
+
+
+def marked_sums(
+    module: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], marks: Mapping[int, Mark]
+) -> dict[int, Sum]:
+    """The sums of a graph that have these marks; what is found twice, or not at all, is left out."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    found: dict[int, list[Sum]] = {key: [] for key in marks}
+    for node in _all_sums(graph):
+        for key, mark in marks.items():
+            skip, branch = terms(node) if mark.left else terms(node)[::-1]
+            try:
+                one = _sum(module, graph, node, skip, branch, inputs, values)
+            except NotResidual:
+                continue
+            if tuple(one.targets()) == mark.targets:
+                found[key].append(one)
+    return {key: sums[0] for key, sums in found.items() if len(sums) == 1}
+
+
+def _all_sums(graph: fx.Graph) -> list[fx.Node]:
+    needed = ancestors(next(node for node in graph.nodes if node.op == "output"))
+    return [node for node in graph.nodes if node in needed and adds_two(node)]
 
 
 def joins_inputs(node: fx.Node) -> bool:
@@ -279,14 +346,21 @@ def _check_places(
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         old = overwritten(module, node)
-        if old is None or (node is total and old is not skip):
+        if old is None:
             continue
+        if node is total and old is skip and skip.op == "placeholder":
+            raise NotResidual(f"its sum overwrites its input {skip} in place; write it out of place")
+        if old.target in VIEWS:
+            raise NotResidual(f"{node} overwrites {old}, a view of another value; write it out of place")
         reads = any(user in region for user in old.users)
         late = any(order[user] > order[node] for user in old.users)
-        if late or (reads and old not in region) or (node is total and len(old.users) > 1):
-            raise NotResidual(
-                f"{node} overwrites {old} in place, which is read elsewhere; write it out of place"
-            )
+        if node is total:
+            wrong = old is skip and len(old.users) > 1
+        else:
+            wrong = late or (reads and old not in region)
+        if wrong:
+            reason = f"{node} overwrites {old} in place, which is read elsewhere; write it out of place"
+            raise NotResidual(reason)
 
 
 # -- on an example ------------------------------------------------------------------------------------

@@ -22,13 +22,14 @@ from torch import Tensor, fx, nn
 
 from shallower.compilation import Compiler
 from shallower.gate import Gate, Gated, derived
-from shallower.graphs import GONE, author, compiled, frozen_statistics
+from shallower.graphs import GONE, author, compiled, frozen_statistics, husk
 from shallower.split import last_affine_parameters
-from shallower.sums import Call, Sum, arrange, residual_sums, trace_call
+from shallower.sums import Call, Mark, Sum, arrange, marked_sums, trace_call
 from shallower.watch import Watch, new_xi
 
 WEAVE = "shallower_weave"
 Side = tuple[str, int, str | None]  # a child, an element of what it returns, and the input that this is
+PLAIN = {bool, int, float, str}
 MOST = 64  # ways of being called that are remembered
 
 
@@ -41,7 +42,7 @@ class Strand:
     index: int
     call: Call
     parameters: tuple[str, ...]  # those that only the branch uses, by their names in the module
-    left: bool = True  # the skip is the first operand of the sum
+    mark: Mark
     opened: frozenset[type] = frozenset()
     sides: tuple[Side, ...] = ()
     touched: bool = False  # its module works on the total in place
@@ -58,7 +59,7 @@ class SumGate(Gate):
     shared = ("branch", "compiled")
 
     def __init__(self, strand: Strand, module: nn.Module, **options: bool) -> None:
-        self.index = strand.index
+        self.index, self.block = strand.index, strand
         self.compiler: Compiler | None = None
         super().__init__(cast(Any, strand), module, **options)
 
@@ -111,7 +112,7 @@ class SumGate(Gate):
         return skip if self.alias else skip.clone()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "index": self.index, "compiler": None}
+        return {**super().__getstate__(), "index": self.index, "block": self.block, "compiler": None}
 
 
 def at_gate(module: nn.Module, index: int, skip: Tensor, *reads: Any) -> Tensor:
@@ -150,6 +151,8 @@ def _main(graph: fx.Graph, sums: dict[int, Sum], removed: set[int], copied: set[
     inside = {node for found in sums.values() for node in found.region}
     sides = {node: value for found in sums.values() for node, value in found.sides.items()}
 
+    assert not inside & totals.keys(), "one sum is inside of another's branch"
+
     def total(index: int, found: Sum) -> fx.Node:
         skip = new[found.skip]
         if index not in removed:
@@ -182,9 +185,7 @@ class Weave:
     def __init__(self, module: nn.Module, strand: Strand) -> None:
         self.module, self.call = module, strand.call
         self.opened, self.sides = strand.opened, strand.sides
-        self.lefts: dict[
-            int, bool
-        ] = {}  # the gated and the removed sums, and whether their skip is on the left
+        self.marks: dict[int, Mark] = {}  # of the gated and the removed sums
         self.gates: dict[int, SumGate] = {}
         self.removed: set[int] = set()
         self.gone: set[str] = set()  # the children that left with them
@@ -193,21 +194,23 @@ class Weave:
         self.signature = inspect.signature(author(module).forward)
 
     def pattern(self, call: Call, *, training: bool) -> Pattern:
-        if (call, training) not in self._patterns:
+        """The forward for that call; numbers that the module holds are written into it."""
+        held = constants(self.module, self.opened)
+        if (call, training, held) not in self._patterns:
             if len(self._patterns) >= MOST:  # a constant that changes with every call
                 self._patterns.clear()
-            self._check_constants(call)
-            graphs = trace_call(self.module, call, opened=set(self.opened))
-            for mode, graph in graphs.items():
-                values = known_values(graph, self.sides)
-                sums = residual_sums(self.module, graph, values, self.lefts)
-                mine = {i: s for i, s in sums.items() if i in self.lefts and isinstance(s, Sum)}
-                if mine.keys() != self.lefts.keys():
-                    cls = author(self.module).__name__
-                    raise RuntimeError(f"Called with {call}, {cls} does not compute the sums that it did.")
+            self._check_beside(call)
+            for mode, graph in trace_call(self.module, call, opened=set(self.opened)).items():
+                mine = marked_sums(self.module, graph, known_values(graph, self.sides), self.marks)
+                if mine.keys() != self.marks.keys():
+                    raise RuntimeError(
+                        f"Called with {', '.join(call.live)} and {call.constants()}, "
+                        f"{author(self.module).__name__} does not compute the sums that it computed when it "
+                        "was gated. Call it as on the example."
+                    )
                 self._check_gone(graph, mine)
-                self._patterns[call, mode] = _pattern(graph, mine, self.removed, self.copied)
-        return self._patterns[call, training]
+                self._patterns[call, mode, held] = _pattern(graph, mine, self.removed, self.copied)
+        return self._patterns[call, training, held]
 
     def _check_gone(self, graph: fx.Graph, sums: dict[int, Sum]) -> None:
         """What left the module with a sum must not be needed beside it now."""
@@ -219,11 +222,11 @@ class Weave:
                     "removed with its block. Call it as it was called in training."
                 )
 
-    def _check_constants(self, call: Call) -> None:
-        """What stands beside a branch is only known for the flags with which the module was split."""
+    def _check_beside(self, call: Call) -> None:
+        """What stands beside a branch is only known for the constants with which the module was split."""
         defaults = {p.name: p.default for p in self.signature.parameters.values()}
-        flags, now = defaults | dict(self.call.fixed), defaults | dict(call.fixed)
-        changed = [n for n, v in now.items() if isinstance(v, bool) and flags.get(n, v) != v]
+        flags, now = defaults | self.call.constants(), defaults | call.constants()
+        changed = [n for n, v in now.items() if repr(flags.get(n)) != repr(v)]
         if self.sides and changed:
             raise TypeError(
                 f"{author(self.module).__name__} was called with {changed[0]}={now[changed[0]]}, but was "
@@ -238,11 +241,15 @@ class Weave:
         call, values = arrange(self.signature, args, kwargs)
         pattern = self.pattern(call, training=self.module.training)
         for index, gate in self.gates.items():
+            if "inside" not in gate.__dict__:  # a pickled copy
+                gate._prepare(gate.block)
             gate.use(pattern.branches[index])
         return pattern.main(self.module, self.module, *values)
 
     def _all_open(self) -> bool:
         gates = self.gates.values()
+        if any("inside" not in gate.__dict__ for gate in gates):
+            return False
         if not self.module.training or not all(g.xi and g.record is None and not g.replay for g in gates):
             return False
         return all([gate.may_run_whole() for gate in gates])
@@ -253,7 +260,7 @@ class Weave:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Weave":
         twin = memo[id(self)] = object.__new__(Weave)
         same = {n: vars(self)[n] for n in ("call", "opened", "sides", "signature")}
-        own = {n: copy.copy(vars(self)[n]) for n in ("lefts", "removed", "copied", "gone")}
+        own = {n: copy.copy(vars(self)[n]) for n in ("marks", "removed", "copied", "gone")}
         vars(twin).update(same, **own, _patterns={})
         twin.module = copy.deepcopy(self.module, memo)
         twin.gates = copy.deepcopy(self.gates, memo)
@@ -265,6 +272,15 @@ class Weave:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.signature = inspect.signature(author(self.module).forward)
+
+
+def constants(module: nn.Module, opened: Iterable[type]) -> tuple[Any, ...]:
+    """The plain attributes of a module and of its opened children, which tracing writes into its forward."""
+    kinds = tuple(opened)
+    owners = (module, *(m for m in module.modules() if type(m) in kinds)) if kinds else (module,)
+    return tuple(
+        (k, repr(v)) for m in owners for k, v in vars(m).items() if type(v) in PLAIN and k != "training"
+    )
 
 
 def known_values(graph: fx.Graph, sides: Sequence[Side]) -> dict[fx.Node, Any]:
@@ -329,8 +345,8 @@ def weave_of(module: nn.Module, strand: Strand) -> Weave:
     if WEAVE not in vars(module):
         vars(module)[WEAVE] = Weave(module, strand)
     weave: Weave = vars(module)[WEAVE]
-    if strand.index not in weave.lefts:
-        weave.lefts[strand.index] = strand.left
+    if strand.index not in weave.marks:
+        weave.marks[strand.index] = strand.mark
         weave.forget()
     return weave
 
@@ -352,7 +368,7 @@ def detach_sum(module: nn.Module, strand: Strand) -> None:
     """Take the gate off one sum, which then always runs."""
     weave: Weave = vars(module)[WEAVE]
     gate = weave.gates.pop(strand.index)
-    weave.lefts.pop(strand.index)
+    weave.marks.pop(strand.index)
     gate.release()
     delattr(module, gate.buffer)
     weave.forget()
@@ -367,7 +383,7 @@ def cut_sum(module: nn.Module, strand: Strand, *, alias: bool) -> None:
     if strand.index in weave.gates:
         detach_sum(module, strand)
         vars(module).setdefault(WEAVE, weave)
-    weave.lefts[strand.index] = strand.left
+    weave.marks[strand.index] = strand.mark
     weave.removed.add(strand.index)
     if not alias:
         weave.copied.add(strand.index)
@@ -382,7 +398,7 @@ def skipping(module: nn.Module, strand: Strand) -> Iterator[None]:
     """One sum, not gated, is its skip for a while; nothing leaves the module."""
     weave: Weave = vars(module).get(WEAVE) or Weave(module, strand)
     vars(module)[WEAVE] = weave
-    weave.lefts[strand.index] = strand.left
+    weave.marks[strand.index] = strand.mark
     weave.removed.add(strand.index)
     weave.forget()
     _reclass(module)
@@ -390,7 +406,7 @@ def skipping(module: nn.Module, strand: Strand) -> Iterator[None]:
         yield
     finally:
         weave.removed.discard(strand.index)
-        weave.lefts.pop(strand.index)
+        weave.marks.pop(strand.index)
         weave.forget()
         _reclass(module)
 
@@ -424,14 +440,6 @@ def is_passage(module: nn.Module) -> bool:
     while isinstance(value, fx.Node) and value.target == "clone":
         value = value.args[0]
     return value is source
-
-
-def husk(module: nn.Module | None) -> nn.Module:
-    """Nothing in the place of a module, but for its plain attributes, which others may read."""
-    empty = nn.Identity()
-    plain = {k: v for k, v in vars(module).items() if type(v) in (bool, int, float, str)}
-    vars(empty).update(plain)
-    return empty
 
 
 def _reclass(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shallower.compilation import Compiler
 from shallower.gate import GATE, Gate, Gated, derived
-from shallower.graphs import author, frozen_statistics, in_mode, same_dice
+from shallower.graphs import author, frozen_statistics, husk, in_mode, same_dice
 from shallower.watch import Watch, new_xi
 
 WHOLE = "shallower_whole"
@@ -54,26 +54,46 @@ class Whole:
 
 
 class _Sums(TorchDispatchMode):
-    """Which tensors are the input with something added to it."""
+    """Which tensors are the input with something added to it, once each."""
 
     def __init__(self, source: Tensor) -> None:
         super().__init__()
+        self.source = source
         self.found: list[Tensor] = [source]  # kept, so that no memory is used again
         self.added = False
 
     def holds(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and any(
-            value.data_ptr() == one.data_ptr() and value.shape == one.shape for one in self.found
-        )
+        return isinstance(value, Tensor) and any(_is_same(value, one) for one in self.found)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         adds = func in ADDS and any(map(self.holds, args[:2]))
-        on_the_way = adds or (func in VIEWS and self.holds(args[0]))
+        plain = adds and self._plain(args, kwargs)
+        on_the_way = plain or (func in VIEWS and self.holds(args[0]))
         self.added = self.added or adds
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
+        self._forget_written(func, args, kwargs, keep=out if plain else None)
         if on_the_way and not self.holds(out):
             self.found.append(out)
         return out
+
+    def _plain(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """One operand is the sum so far, as it is; the other is not."""
+        return kwargs.get("alpha", 1) == 1 and sum(map(self.holds, args[:2])) == 1
+
+    def _forget_written(self, func: Any, args: Any, kwargs: dict[str, Any], keep: Any) -> None:
+        """What is overwritten, but by a sum, is no sum any more."""
+        given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            value = given.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes and isinstance(value, Tensor) and value is not keep:
+                memory = value.untyped_storage().data_ptr()
+                self.found = [one for one in self.found if one.untyped_storage().data_ptr() != memory]
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
 
 
 def find_whole(
@@ -85,20 +105,31 @@ def find_whole(
     z = args[0] if args else kwargs.get(names[0]) if names else None
     if not isinstance(z, Tensor) or not z.is_floating_point():
         return None, True
-    sums = _Sums(z.clone())
     others = {name: value for name, value in kwargs.items() if args or name != names[0]}
-    try:
-        with torch.no_grad(), in_mode(module, training=False), same_dice(module), sums:
-            out = module(sums.found[0], *args[1:], **others)
-    except Exception:  # whatever the module raises when it is run by itself
-        return None, True
+    seen: list[Whole | None] = []
+    adds = False
+    for training in (False, True):
+        sums = _Sums(z.clone())
+        try:
+            with torch.no_grad(), in_mode(module, training=training), same_dice(module), sums:
+                out = module(sums.source, *args[1:], **others)
+        except Exception:  # whatever the module raises when it is run by itself
+            return None, True
+        adds = adds or sums.added
+        seen.append(_whole(name, names[0], z, out, sums, args, kwargs))
+    return (seen[0] if seen[0] == seen[1] else None), adds
+
+
+def _whole(
+    name: str, source: str, z: Tensor, out: Any, sums: _Sums, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Whole | None:
     first, *beside = out if isinstance(out, tuple) else (out,)
     if not isinstance(first, Tensor) or not sums.holds(first) or first.shape != z.shape:
-        return None, sums.added
+        return None
     rest = _rest(beside, args, kwargs)
-    if rest is None or first.data_ptr() == sums.found[0].data_ptr():
-        return None, sums.added
-    return Whole(name, names[0], rest if isinstance(out, tuple) else None), True
+    if rest is None or _is_same(first, sums.source) or not sums.holds(sums.source):
+        return None
+    return Whole(name, source, rest if isinstance(out, tuple) else None)
 
 
 def _rest(
@@ -131,36 +162,44 @@ class WholeGate(Gate):
     def run(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.replay:
             return self.block.put(self.replay.popleft().clone(), args, kwargs)
-        total = self._total(whole, args, kwargs)
+        total, beside = self._total(whole, args, kwargs)
         if self.record is not None:
             self.record.append((self, total.clone()))
-        return self.block.put(total, args, kwargs)
+        return self.block.put(total, args, kwargs) if beside is None else (total, *beside)
 
-    def _total(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _total(
+        self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Sequence[Any] | None]:
+        """The sum, and what the module itself returned beside it, if it ran."""
         compiled = self.compiled
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor, Sequence[Any] | None]:
             out = whole(*args, **kwargs) if compiled is None else compiled(self.module, *args, **kwargs)
-            return out[0] if isinstance(out, tuple) else out
+            return (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
 
         z, watching = self.block.input(args, kwargs), self.watching and torch.is_grad_enabled()
         if not self.module.training:
             self.theta.fill_(self.rate)
             self._hear(run)
-            out = run()
-            return torch.lerp(z.to(out.dtype), out, self.theta.to(out.dtype))
+            out, beside = run()
+            return torch.lerp(z.to(out.dtype), out, self.theta.to(out.dtype)), beside
         if self.xi:
-            out = run()
+            out, beside = run()
             if not watching:
-                return out
-            return Watch.apply(
-                out, out.detach() - z.detach(), new_xi(self.credits), self.alias
-            )  # (1), xi = 1
+                return out, beside
+            added = out.detach() - z.detach()
+            return Watch.apply(out, added, new_xi(self.credits), self.alias), beside  # (1), xi = 1
         if not watching:
-            return z.clone()
+            return z.clone(), None
         with torch.no_grad(), frozen_statistics(self.inside):
-            idle = run() - z
-        return Watch.apply(z, idle, new_xi(self.credits), False)  # (1) with xi = 0
+            out, beside = run()
+        return Watch.apply(z, out - z, new_xi(self.credits), False), beside  # (1) with xi = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "block": self.block}
+
+    def restore(self) -> None:
+        self._prepare(self.block)
 
 
 def attach_whole(module: nn.Module, block: Whole, theta: float, **options: bool) -> WholeGate:
@@ -200,6 +239,6 @@ def pass_through(module: nn.Module) -> None:
 def empty(module: nn.Module) -> None:
     """Take everything out of a module that is left out for good."""
     for name in list(module._modules):
-        module._modules[name] = nn.Identity()
+        module._modules[name] = husk(module._modules[name])
     module._parameters.update(dict.fromkeys(module._parameters))
     module._buffers.clear()

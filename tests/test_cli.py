@@ -32,6 +32,37 @@ def test_inspect_counts_parameters_macs_and_blocks():
     assert "53.3 % of parameters" in run("inspect", "mnist-fc10").stdout
 
 
+def test_inspect_looks_at_a_model_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_inspection.py").write_text(
+        "import torch\nfrom shallower import Residual\n"
+        "def build():\n"
+        "    blocks = [Residual(torch.nn.Linear(4, 4)) for _ in range(3)]\n"
+        "    return torch.nn.Sequential(*blocks, torch.nn.Linear(4, 2)), torch.zeros(1, 4)\n"
+        "def alone():\n    return torch.nn.Linear(4, 4)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = json.loads(run("inspect", "mine_for_inspection:build", "--json").stdout)
+    assert (found["params"], found["macs"]) == (3 * 20 + 10, 3 * 16 + 8)
+    assert found["blocks"][1] == {"name": "1", "kind": "Block", "params": 20, "macs": 16}
+    assert "85.7 % of parameters" in run("inspect", "mine_for_inspection:build").stdout
+    wrong = run("inspect", "mine_for_inspection:alone")
+    assert (wrong.exit_code, "must return the model and an example" in wrong.stderr) == (2, True)
+    missing = run("inspect", "mine_for_inspection:nothing")
+    assert (missing.exit_code, "timm:NAME" in missing.stderr) == (2, True)
+
+
+def test_export_writes_a_finished_run_and_names_what_is_none(tmp_path):
+    folder = tmp_path / "run"
+    assert run("train", "digits", *QUICK, "--out", str(folder), "--no-worth").exit_code == 0
+    shown = run("export", str(folder), "--to", "safetensors", "--out", str(tmp_path / "net.safetensors"))
+    assert shown.exit_code == 0, shown.output
+    assert (tmp_path / "net.safetensors").stat().st_size > 1000
+    wrong = run("export", str(folder), "--to", "tflite")
+    assert (wrong.exit_code, "onnx, torch, safetensors" in wrong.stderr) == (2, True)
+    nothing = run("export", str(tmp_path / "nowhere"))
+    assert (nothing.exit_code, "structure.json" in nothing.stderr) == (2, True)
+
+
 def test_train_prints_its_result_and_resumes_and_refuses(tmp_path):
     folder = str(tmp_path / "run")
     done = run("train", "digits", *QUICK, "--out", folder, "--json")

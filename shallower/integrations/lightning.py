@@ -3,7 +3,11 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ImportError(f"{error}. Install it: pip install 'shallower[lightning]'") from error
 
 from shallower.blocks import find_blocks
 from shallower.pruner import Pruner
@@ -44,7 +48,13 @@ class PruningCallback(Callback):
         own = pl_module.on_load_checkpoint
 
         def remove_first(checkpoint: dict[str, Any]) -> None:
-            self.pruner.load_state_dict(checkpoint["callbacks"][self.state_key]["pruner"])
+            saved = checkpoint.get("callbacks", {}).get(self.state_key)
+            if saved is None:
+                raise ValueError(
+                    "The checkpoint was saved without this callback, so it does not say what was removed. "
+                    "Load it into the module before it is fitted: `module.load_state_dict(...)`."
+                )
+            self.pruner.load_state_dict(saved["pruner"])
             own(checkpoint)
 
         # The one hook that runs before the weights are loaded is the module's.
@@ -66,7 +76,7 @@ class PruningCallback(Callback):
             return  # a micro-batch: gradients are still being added up
         self.pruner.step()
         total = trainer.estimated_stepping_batches
-        at = self.finalize_at * total if self.finalize_at < 1 else self.finalize_at
+        at = self.finalize_at * total if isinstance(self.finalize_at, float) else self.finalize_at
         if self.pruner.num_steps >= at and not self.pruner.finalized:
             self.pruner.finalize()
 

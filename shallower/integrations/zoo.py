@@ -23,8 +23,10 @@ def bring(name: str) -> Brought:
         try:
             importlib.import_module(source)
         except ImportError as error:
+            extra = "hf" if source == "transformers" else "vision"
             raise ValueError(
-                f"{name!r} needs {source}, which cannot be imported ({error}): pip install {source}"
+                f"{name!r} needs {source}, which cannot be imported ({error}): "
+                f"pip install 'shallower[{extra}]'"
             ) from error
         return _SOURCES[source](what)
     return _own(source, what)

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers as hf
 
-from shallower.integrations.transformers import PruningCallback, compact
+from shallower.integrations.transformers import PruningCallback
 
 WORDS = torch.arange(24).reshape(2, 12) % 50 + 3
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3}
@@ -86,7 +86,7 @@ def pruned(name: str, gone: list[int], *, whole: bool) -> tuple[nn.Module, nn.Mo
     pruner.num_steps = 1
     pruner.theta[gone] = 0.0
     pruner.finalize()
-    return compact(pruner.finish()).eval(), original, [blocks[i].name for i in gone]
+    return pruner.finish().eval(), original, [blocks[i].name for i in gone]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -98,6 +98,64 @@ def test_a_cache_changes_no_token(name, whole):
     with torch.no_grad():
         cached, plain = (net.generate(WORDS[:, :5], use_cache=use, **options) for use in (True, False))
     assert torch.equal(cached, plain)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_step_with_a_cache_is_a_step_without(name, whole):
+    """More than the tokens: the very logits."""
+    net, _, _ = pruned(name, [0] if whole else [0, 2, 3], whole=whole)
+    with torch.no_grad():
+        full = net(WORDS).logits[:, -1]
+        cache = net(WORDS[:, :-1], use_cache=True).past_key_values
+        step = net(WORDS[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+    assert torch.allclose(step, full, atol=1e-4 * float(full.abs().max()))
+
+
+def test_a_model_of_two_stacks_keeps_each_count_of_its_own():
+    model = tamed(t5()).eval()
+    example = MODELS["t5"][1]
+    before = run_example(model, example).logits
+    blocks = [b for b in find_blocks(model, example) if b.name == "decoder.block.1.layer.0"]
+    apply_structure(model, {"removed": []}, example=example)
+    assert torch.equal(run_example(model, example).logits, before)  # nothing pruned, nothing changed
+    apply_structure(model, {"removed": [blocks[0].name]}, example=example)
+    assert (model.config.num_layers, model.config.num_decoder_layers) == (3, 3)
+    assert not torch.equal(run_example(model, example).logits, before)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    with torch.no_grad():
+        cached, plain = (model.generate(WORDS, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, plain)
+
+
+def test_attention_of_several_kinds_keeps_its_cache_or_is_refused():
+    sizes = {**LLAMA, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 4, "pad_token_id": 0}
+    kinds = ["sliding_attention", "full_attention"] * 2
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return hf.Gemma2ForCausalLM(hf.Gemma2Config(**sizes, layer_types=list(kinds))).eval()
+
+    names = [b.name for b in find_blocks(build(), TEXT)]
+    attention = [n for n in names if n.endswith("self_attn")]
+    with pytest.raises(ValueError, match="several kinds"):
+        apply_structure(build(), {"removed": [attention[0]]}, example=TEXT)
+    net = apply_structure(build(), {"removed": [attention[1]]}, example=TEXT)
+    with torch.no_grad():
+        full = net(WORDS).logits[:, -1]
+        cache = net(WORDS[:, :-1], use_cache=True).past_key_values
+        step = net(WORDS[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+    assert torch.allclose(step, full, atol=1e-4)
+
+
+def test_layers_that_know_their_number_in_other_ways_are_refused():
+    torch.manual_seed(0)
+    config = hf.GPT2Config(
+        n_layer=3, n_embd=32, n_head=2, vocab_size=64, scale_attn_by_inverse_layer_idx=True, **ENDS
+    )
+    model = hf.GPT2LMHeadModel(config).eval()
+    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx"):
+        apply_structure(model, {"removed": ["transformer.h.0"]}, example=TEXT)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -136,8 +194,8 @@ def trainer(folder: Path, **options: Any) -> tuple[hf.Trainer, PruningCallback]:
     torch.manual_seed(0)
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    blocks = find_blocks(model, {"input_ids": WORDS})
-    given = {"dataset_size": 48 * 8, "log_gamma": -200.0, "theta": 0.5, "theta_lr": 0.03}
+    blocks = find_blocks(model, {"input_ids": WORDS})[2:]  # a layer stays in any case
+    given = {"dataset_size": 48 * 8, "log_gamma": -60.0, "theta": 0.5, "theta_lr": 0.03}
     callback = PruningCallback(Pruner(model, optimizer, blocks=blocks, **given), finalize_at=0.75)
     args = hf.TrainingArguments(
         output_dir=str(folder),
@@ -174,5 +232,5 @@ def test_the_trainer_prunes_and_resumes_where_it_stopped(tmp_path):
     ours, theirs = again.model.state_dict(), first.model.state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.allclose(ours[k], theirs[k], atol=1e-6) for k in ours)
-    net = compact(pruner.finish())
+    net = pruner.finish()
     assert sum(p.numel() for p in net.parameters()) < sum(p.numel() for p in gpt2().parameters())
