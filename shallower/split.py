@@ -113,6 +113,8 @@ def split(module: nn.Module, *, name: str = "") -> Block:
     _check_in_place(module, graph, value, near)
     total = _last_sum(graph, source, value, depends)
     skip, branch, start = _operands(module, graph, total, depends)
+    if overwritten(module, total) is source:  # whoever else holds the input would see the change, or not
+        raise NotResidual("its sum overwrites its input in place; write `x = x + branch`")
     if ancestors(value) & set(others):
         raise NotResidual(f"its forward reads more than one input ({others[0].target}); {REWRITE}")
     _check_shared(module, graph, {source, start}, total)

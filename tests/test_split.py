@@ -259,7 +259,6 @@ EXAMPLES = {
     ),
     "x.add": Example(dense(lambda self, x: x.add(self.f(x))), VECTORS, "|f||", same),
     "x.add_": Example(dense(lambda self, x: self.f(x).add_(x)), VECTORS, "|f||", same),
-    "x += branch": Example(dense(grow), VECTORS, "|f||", same),
     "tail behind a dropout, in place": Example(
         dense(lambda self, x: self.r(self.d(self.f(x) + x)), d=nn.Dropout(0.0), r=nn.ReLU(inplace=True)),
         VECTORS,
@@ -505,6 +504,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         first_shifted,
         "iadd overwrites x in place, which is read later; write it out of place",
     ),
+    "x += branch": (grow, r"its sum overwrites its input in place; write `x = x \+ branch`"),
     "overwritten last": (overwritten_last, "overwrites in place a value that its skip also reads"),
     "result thrown away": (silently_rectified, "relu_ overwrites f in place, which is read later"),
     "changed under a view": (rectified_under_a_view, "relu_ overwrites f in place, which is read later"),
