@@ -27,19 +27,20 @@ def export_onnx(net: nn.Module, example: Tensor, path: Path) -> None:
     program.save(str(path))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
-    _check(net, example, path, lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]))
+    _check(net, example, lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]))
 
 
 def export_torch(net: nn.Module, example: Tensor, path: Path) -> None:
     """A torch.export program with a free batch size, saved and read back: `torch.export.load(path)`."""
     batch = torch.export.Dim("batch")
     torch.export.save(torch.export.export(net, (_batch(example),), dynamic_shapes=({0: batch},)), path)
-    _check(net, example, path, torch.export.load(path).module())
+    _check(net, example, torch.export.load(path).module())
 
 
 def export_safetensors(net: nn.Module, example: Tensor, path: Path) -> None:
-    """The tensors under their names."""
-    save_file({name: tensor.contiguous() for name, tensor in net.state_dict().items()}, path)
+    """The tensors under their names; tied ones under the first."""
+    once = {id(t): name for name, t in reversed(net.state_dict(keep_vars=True).items())}
+    save_file({n: t.contiguous() for n, t in net.state_dict().items() if n in once.values()}, path)
 
 
 FORMS: dict[str, tuple[str, Callable[[nn.Module, Tensor, Path], None]]] = {
@@ -52,20 +53,25 @@ FORMS: dict[str, tuple[str, Callable[[nn.Module, Tensor, Path], None]]] = {
 def export(net: nn.Module, example: Tensor, to: str, path: Path, *, fold: bool = False) -> Path:
     """Write `net`, in evaluation mode, to `path`; if `fold`, BatchNorm becomes part of the convolutions.
 
-    What is written is run and compared with `net` before this returns; a file that differs is removed.
+    What is written is run and compared with `net` first; a file that was there before stays until then.
     """
     if to not in FORMS:
         raise ValueError(f"There is no form {to!r}; there are {', '.join(FORMS)}.")
     net = net.eval()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_stem(f"{path.stem}-part")
     if fold:
         from torch.fx.experimental.optimization import fuse  # slow to import, and warns of other things
 
         folded = fuse(net)
-        _check(net, example, path, folded)
+        _check(net, example, folded)
         net = folded
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with torch.no_grad():
-        FORMS[to][1](net, example, path)
+    try:
+        with torch.no_grad():
+            FORMS[to][1](net, example, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
     return path
 
 
@@ -74,7 +80,7 @@ def _batch(example: Tensor) -> Tensor:
     return torch.cat([example, example])[:2]
 
 
-def _check(net: nn.Module, example: Tensor, path: Path, other: Callable[[Tensor], Any]) -> None:
+def _check(net: nn.Module, example: Tensor, other: Callable[[Tensor], Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     for size in (1, 5):
         x = torch.randn(size, *example.shape[1:], generator=generator)
@@ -82,7 +88,6 @@ def _check(net: nn.Module, example: Tensor, path: Path, other: Callable[[Tensor]
             ours, theirs = net(x), other(x)
         worst = float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1.0))
         if not worst <= TOLERANCE:
-            path.unlink(missing_ok=True)
             raise RuntimeError(
                 f"What was exported differs from the network by {worst:.1e} at batch {size}; at most "
                 f"{TOLERANCE:.0e} is allowed. Nothing was written."

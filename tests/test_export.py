@@ -69,9 +69,17 @@ def test_what_differs_is_not_left_on_disk(net, tmp_path, monkeypatch):
             return net(x) + 1e-3
 
     monkeypatch.setattr(torch.export, "load", lambda path: type("P", (), {"module": lambda self: Other()})())
+    (tmp_path / "net.pt2").write_text("what was there before")
     with pytest.raises(RuntimeError, match="differs from the network by"):
         export(net, EXAMPLE, "torch", tmp_path / "net.pt2")
-    assert not list(tmp_path.iterdir())
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["what was there before"]
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    export(model, torch.zeros(1, 3), "safetensors", tmp_path / "tied.safetensors")
+    assert set(load_file(tmp_path / "tied.safetensors")) == {"0.weight", "0.bias", "1.bias"}
 
 
 def test_an_unknown_form_is_named():
