@@ -133,10 +133,12 @@ class Pruner:
             optimizer, self.gates, self._prunable, grad_scaler=self.grad_scaler, keep_weights=keep
         )
 
-    def use_optimizer(self, optimizer: Optimizer) -> None:
-        """Go on with another optimiser of the same parameters, as one that a trainer builds later."""
+    def use_optimizer(self, optimizer: Optimizer, *, grad_scaler: torch.amp.GradScaler | None = None) -> None:
+        """Go on with another optimiser of the same parameters, as one that a trainer builds later, and with
+        the GradScaler that it uses."""
         check_trainable(self.model, optimizer, {name: self.blocks[name] for name in self.gates})
         self.optimizer = optimizer
+        self.grad_scaler = grad_scaler or self.grad_scaler
         if not self.finalized:
             self._before.remove()
             self._before = self._hook(optimizer)

@@ -67,7 +67,8 @@ class PruningCallback(Callback):
                 "of its blocks."
             )
         vars(pl_module).pop("on_load_checkpoint", None)
-        self.pruner.use_optimizer(trainer.optimizers[0])
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # with fp16
+        self.pruner.use_optimizer(trainer.optimizers[0], grad_scaler=scaler)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

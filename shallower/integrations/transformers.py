@@ -56,6 +56,13 @@ class PruningCallback(TrainerCallback):
         """Bring the pruner, and with it the model and the optimiser, to where `checkpoint` was saved."""
         self.pruner.load_state_dict(torch.load(Path(checkpoint) / STATE, weights_only=True))
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        scaler = getattr(kwargs.get("optimizer"), "scaler", None)  # of accelerate's wrapper, with fp16
+        if scaler is not None:
+            self.pruner.use_optimizer(self.pruner.optimizer, grad_scaler=scaler)
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

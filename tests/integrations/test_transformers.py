@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,6 +213,15 @@ def trainer(folder: Path, **options: Any) -> tuple[hf.Trainer, PruningCallback]:
     )
     run = hf.Trainer(model, args, train_dataset=Lines(), optimizers=(optimizer, None), callbacks=[callback])
     return run, callback
+
+
+def test_the_scaler_of_mixed_precision_reaches_the_pruner(tmp_path):
+    run, callback = trainer(tmp_path)
+    scaler = torch.amp.GradScaler("cpu")
+    wrapped = SimpleNamespace(scaler=scaler, optimizer=callback.pruner.optimizer)
+    callback.on_train_begin(run.args, run.state, run.control, optimizer=wrapped)
+    assert callback.pruner.grad_scaler is scaler
+    assert callback.pruner._before.grad_scaler is scaler
 
 
 def test_the_trainer_prunes_and_resumes_where_it_stopped(tmp_path):
