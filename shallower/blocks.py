@@ -119,7 +119,9 @@ def _blocks_in(
                 _check_ownership(model, whole, module)
                 return [whole]
             no.near = no.near and adds
-        raise refusal if refusal and no.near else no from no
+        # Of the two reasons, that of the sums knows more, unless there was nothing to look at.
+        lost = isinstance(no.__cause__, Untraceable)
+        raise refusal if refusal and no.near and lost else no from no
     kept = []
     for strand in strands:
         try:

@@ -277,11 +277,23 @@ def _sum(
     region, sides = _region(graph, total, skip, branch, values, inputs)
     if branch not in region:
         raise NotResidual("what it adds is used elsewhere, too")
+    _check_taken_apart(region)
     reads = [n for n in graph.nodes if n not in region and any(user in region for user in n.users)]
     reads = [n for n in reads if n.op != "get_attr"]
     _check_places(module, graph, total, skip, region)
     touched = any(overwritten(module, user) is total for user in total.users)
     return Sum(total, skip, branch, [n for n in graph.nodes if n in region], reads, sides, touched)
+
+
+def _check_taken_apart(region: set[fx.Node]) -> None:
+    """A child that returns the branch and something else that is needed would stay, for that alone."""
+    for node in region:
+        child = node.args[0] if node.target is operator.getitem else None
+        if isinstance(child, fx.Node) and child.op == "call_module" and child not in region:
+            raise NotResidual(
+                f"{child.target} returns more than the branch, such as attention weights, and it is needed "
+                "elsewhere; let the model ask for nothing else of it"
+            )
 
 
 def _skip_and_branch(

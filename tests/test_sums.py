@@ -174,7 +174,9 @@ def test_a_branch_whose_other_output_is_needed_is_refused():
 
     model = TalkingNet()
     model.layers[0] = Talking()
-    assert all(b.path != "layers.0" for b in find_blocks(model, (INPUTS,)))
+    found = survey(model, (INPUTS,))
+    assert all(b.path != "layers.0" for b in found.blocks)
+    assert "mixer returns more than the branch" in found.rejected["layers.0"]
 
 
 def test_a_sum_around_blocks_leaves_them_theirs():
