@@ -361,7 +361,7 @@ def _check_places(
         if old is None:
             continue
         if node is total and old is skip and skip.op == "placeholder":
-            raise NotResidual(f"its sum overwrites its input {skip} in place; write it out of place")
+            raise NotResidual("its sum overwrites its input in place; write `x = x + branch`")
         if old.target in VIEWS:
             raise NotResidual(f"{node} overwrites {old}, a view of another value; write it out of place")
         reads = any(user in region for user in old.users)
