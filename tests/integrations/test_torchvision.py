@@ -11,7 +11,6 @@ vision = pytest.importorskip("torchvision").models
 MODELS = {
     "resnet18": (8, 64),
     "resnext50_32x4d": (16, 64),
-    "wide_resnet50_2": (16, 64),
     "regnet_x_400mf": (22, 64),
     "regnet_y_400mf": (16, 64),
     "mobilenet_v2": (10, 64),
@@ -23,7 +22,6 @@ MODELS = {
     "vit_b_32": (24, 224),
     "swin_t": (24, 64),
     "swin_v2_t": (24, 64),
-    "maxvit_t": (55, 224),
 }
 
 
