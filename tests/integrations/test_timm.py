@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
     "hrnet_w18_small": (23, 64, {"depth": 3}),
     "inception_next_tiny": (18, 64, {}),
     "mambaout_femto": (18, 64, {}),
+    "maxvit_pico_rw_256": (55, 64, {"img_size": 64}),
     "mixer_s32_224": (16, 64, {"img_size": 64}),
     "mnasnet_small": (10, 64, {}),
     "mobilenetv2_050": (10, 64, {}),
