@@ -194,28 +194,39 @@ def choose(
 
 
 def _check_found(model: nn.Module, blocks: Sequence[AnyBlock]) -> None:
-    """A user's finder must keep to the rules that ours does."""
+    """A user's finder, or list, must keep to the rules that ours does."""
     modules = dict(model.named_modules())
     names = [block.name for block in blocks]
     for block in blocks:
         around = [name for name in names if block.name.startswith(f"{name}.")]
-        if block.path not in modules or names.count(block.name) > 1 or around:
-            reason = (
-                "the model has none"
-                if block.path not in modules
-                else f"it stands {names.count(block.name)} times"
-            )
-            reason = f"it stands inside of {around[0]!r}" if around else reason
+        module = modules.get(block.path)
+        reason = None
+        if module is None or not _fits(module, block):
+            reason = "the model has no such block, so it is of another model"
+        elif names.count(block.name) > 1:
+            reason = f"it stands {names.count(block.name)} times"
+        elif around:
+            reason = f"it stands inside of {around[0]!r}"
+        if reason or module is None:
             raise ValueError(
-                f"The function in blocks= returned {block.name!r}, but {reason}. Each block must be "
-                "a submodule of the model, once, and none inside of another."
+                f"Found the block {block.name!r} in blocks=, but {reason}. Each block must be "
+                "a submodule of the model, once, and none inside of another; `find_blocks(model)` gives them."
             )
         try:
-            _check_ownership(model, block, modules[block.path])
+            _check_ownership(model, block, module)
         except NotResidual as no:
-            raise ValueError(
-                f"The block {block.name!r} that blocks= returned cannot be pruned: {no}."
-            ) from no
+            raise ValueError(f"The block {block.name!r} in blocks= cannot be pruned: {no}.") from no
+
+
+def _fits(module: nn.Module, block: AnyBlock) -> bool:
+    """Whether `block` was found in a module like this: a gate would compute the other's skip in silence."""
+    try:
+        block.prunable(module)
+        own = split(module) if isinstance(block, Block) else None
+    except (AttributeError, NotResidual):
+        return False
+    parts = ("head", "branch", "skip", "tail")
+    return own is None or all(str(getattr(own, part)) == str(getattr(block, part)) for part in parts)
 
 
 def _select(found: Survey, names: Sequence[str]) -> Survey:

@@ -231,6 +231,17 @@ def test_a_finder_of_ones_own_decides_alone() -> None:
         choose(model, lambda m: [])
 
 
+def test_blocks_of_another_model_are_refused_even_if_its_children_have_the_same_names() -> None:
+    mine = nn.Sequential(block(lambda self, x: torch.relu(x + self.f(x)), f=linear()))
+    like = nn.Sequential(block(lambda self, x: torch.tanh(x + self.f(x)), f=linear()))
+    other = nn.Sequential(Residual(linear()))
+    away = nn.Sequential(linear(), Residual(linear()))
+    assert choose(mine, find_blocks(mine)).blocks
+    for model in (like, other, away):
+        with pytest.raises(ValueError, match=r"Found the block '\d' in blocks=, but the model has no"):
+            choose(mine, find_blocks(model))
+
+
 def test_a_gated_model_is_not_gated_twice() -> None:
     model = nn.Sequential(Residual(linear()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -145,6 +145,12 @@ def test_without_an_example_a_module_is_looked_at_as_its_defaults_have_it():
     assert [b.name for b in find_blocks(Net(1))] == ["layers.0.mixer", "layers.0.up"]
 
 
+@pytest.mark.parametrize("example", ["hello", torch.ones(2, 9), {"y": torch.ones(2, 4)}, ()])
+def test_an_example_that_the_model_cannot_take_is_named(example: Any):
+    with pytest.raises(ValueError, match=r"The model cannot be run on the example \(\w+Error: .*Give a"):
+        find_blocks(Net(), example)
+
+
 def test_what_cannot_be_followed_is_gated_as_a_whole_if_the_example_shows_that_it_adds():
     found = find_blocks(WaryNet(), (INPUTS, MASK))
     assert [type(b) for b in found] == [Whole, Whole]
