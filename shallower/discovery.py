@@ -76,7 +76,7 @@ def record_calls(model: nn.Module, example: Any) -> dict[str, Called]:
     except Exception as error:  # whatever a model raises on what it cannot take
         raise ValueError(
             f"The model cannot be run on the example ({type(error).__name__}: {error}). Give a tensor, a "
-            "tuple of arguments or a dict of keyword arguments that `model` takes, as your training loop does."
+            "tuple of arguments or a dict of keyword arguments that `model` takes, as your loop does."
         ) from error
     finally:
         for handle in handles:
