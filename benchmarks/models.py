@@ -27,7 +27,7 @@ volo_d1_224 crossvit_tiny_240 davit_tiny hiera_tiny_224 coat_lite_tiny coatnet_n
 maxvit_pico_rw_256 mixer_s32_224 resmlp_12_224 gmlp_ti16_224 gmixer_12_224 sequencer2d_s"""
 TORCHVISION = """resnet50 wide_resnet50_2 regnet_y_400mf mobilenet_v3_small efficientnet_v2_s convnext_tiny
 vit_b_32 swin_t swin_v2_t maxvit_t"""
-TRANSFORMERS = "gpt2 bert roberta t5 vit distilbert opt gpt_neo"
+TRANSFORMERS = "gpt2 llama qwen2 mistral bert roberta t5 vit whisper distilbert opt gpt_neo"
 
 
 def names() -> list[str]:

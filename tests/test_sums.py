@@ -151,6 +151,15 @@ def test_an_example_that_the_model_cannot_take_is_named(example: Any):
         find_blocks(Net(), example)
 
 
+def test_what_can_be_pruned_is_the_same_on_the_meta_device():
+    real = shallower.inspect_model(Net(), (INPUTS, MASK))
+    with torch.device("meta"):
+        unreal = shallower.inspect_model(Net(), (torch.empty(INPUTS.shape), torch.empty(MASK.shape)))
+    assert real == unreal and len(real.blocks) == 4
+    mine = sum(p.numel() for layer in Net().layers for p in layer.parameters())
+    assert sum(block.params for block in real.blocks) == mine
+
+
 def test_what_cannot_be_followed_is_gated_as_a_whole_if_the_example_shows_that_it_adds():
     found = find_blocks(WaryNet(), (INPUTS, MASK))
     assert [type(b) for b in found] == [Whole, Whole]

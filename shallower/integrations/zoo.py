@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 Brought = tuple[nn.Module, Any]
+HUGE = 1_000_000_000  # parameters
 FORMS = "timm:NAME, torchvision:NAME, transformers:TYPE, or my.module:build"
 
 
@@ -57,6 +58,10 @@ def _transformers(name: str) -> Brought:
         near = [known for known in transformers.CONFIG_MAPPING if known[:3] == name[:3]][:8]
         raise ValueError(f"transformers has no model type {name!r}" + (f"; near are {near}" if near else ""))
     config = transformers.AutoConfig.for_model(name)
+    with torch.device("meta"):  # no memory and no arithmetic, which is all that counting needs
+        model, example = transformers.AutoModel.from_config(config), example_for(config)
+    if sum(p.numel() for p in model.parameters()) > HUGE:
+        return model, example
     return transformers.AutoModel.from_config(config), example_for(config)
 
 
