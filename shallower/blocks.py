@@ -241,7 +241,7 @@ def _select(found: Survey, names: Sequence[str]) -> Survey:
 # -- who works in place ---------------------------------------------------------------------------------
 
 
-class _Whole(OwnForward):
+class _Outline(OwnForward):
     """Opens the user's modules, but not the blocks."""
 
     def __init__(self, leaves: set[str]) -> None:
@@ -262,7 +262,7 @@ def unaliased(model: nn.Module, blocks: Sequence[AnyBlock]) -> set[str]:
     everyone = {block.name for block in blocks}
     by_path = {block.path: block for block in blocks}
     try:
-        graph, _ = trace_modes(model, lambda: _Whole(set(by_path)))
+        graph, _ = trace_modes(model, lambda: _Outline(set(by_path)))
     except Untraceable:
         return everyone
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shallower.graphs import Untraceable, ancestors, author, in_mode, same_dice
+from shallower.rewrite import Side, element_of_child, known_values
 from shallower.split import NotResidual, overwritten, terms
 from shallower.sums import (
     Call,
@@ -25,7 +26,7 @@ from shallower.sums import (
     residual_sums,
     trace_call,
 )
-from shallower.weave import Side, Strand, element_of_child, known_values
+from shallower.weave import Strand
 
 
 @dataclass

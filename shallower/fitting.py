@@ -7,8 +7,9 @@ from torch import nn
 
 from shallower.gate import GATE, Gate, attach, detach, retire
 from shallower.graphs import replace
+from shallower.rewrite import WEAVE
 from shallower.split import Block
-from shallower.weave import WEAVE, Strand, Weave, attach_sum, cut_sum, detach_sum, skipping
+from shallower.weave import Strand, Weave, attach_sum, cut_sum, detach_sum, skipping
 from shallower.whole import Whole, attach_whole, empty, pass_by, pass_through
 
 AnyBlock = Block | Strand | Whole

@@ -25,7 +25,7 @@ from shallower.watch import Watch, inner, new_xi
 
 GATE, THETA = "shallower_gate", "shallower_theta"  # an attribute and a buffer of a gated module
 PARTS = ("head", "branch", "skip", "tail")
-Whole = Callable[..., Tensor]  # a module's own forward
+Forward = Callable[..., Tensor]  # a module's own forward
 
 
 class Gate:
@@ -152,7 +152,7 @@ class Gate:
 
     # -- running --------------------------------------------------------------------------------------
 
-    def run(self, whole: Whole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def run(self, whole: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The forward pass of the module, whose own forward is `whole`."""
         if self.replay:
             return self.replay.popleft().clone()
@@ -302,7 +302,7 @@ class Gated(nn.Module):
         return _empty, type(self).__bases__[:2], self.__dict__
 
 
-def _run(module: Gated, whole: Whole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _run(module: Gated, whole: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     gate: Gate = module.__dict__[GATE]
     if "inside" not in gate.__dict__:
         with plain(module):

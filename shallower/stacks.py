@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from shallower.weave import WEAVE, is_passage
+from shallower.rewrite import WEAVE
+from shallower.weave import is_passage
 from shallower.whole import Passed
 
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")

@@ -10,7 +10,6 @@ a pruned one is its skip. While all gates are open, the author's own forward run
 
 import copy
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,14 +21,12 @@ from torch import Tensor, fx, nn
 
 from shallower.compilation import Compiler
 from shallower.gate import Gate, Gated, derived
-from shallower.graphs import GONE, author, compiled, frozen_statistics, husk
+from shallower.graphs import GONE, author, frozen_statistics, husk
+from shallower.rewrite import WEAVE, Pattern, Side, constants, known_values, write
 from shallower.split import last_affine_parameters
 from shallower.sums import Call, Mark, Sum, arrange, marked_sums, trace_call
 from shallower.watch import Watch, new_xi
 
-WEAVE = "shallower_weave"
-Side = tuple[str, int, str | None]  # a child, an element of what it returns, and the input that this is
-PLAIN = {bool, int, float, str}
 MOST = 64  # ways of being called that are remembered
 
 
@@ -51,6 +48,9 @@ class Strand:
     def prunable(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters that leave when the sum is pruned."""
         return {name: module.get_parameter(name) for name in self.parameters}
+
+
+# -- the gate -----------------------------------------------------------------------------------------
 
 
 class SumGate(Gate):
@@ -115,68 +115,7 @@ class SumGate(Gate):
         return {**super().__getstate__(), "index": self.index, "block": self.block, "compiler": None}
 
 
-def at_gate(module: nn.Module, index: int, skip: Tensor, *reads: Any) -> Tensor:
-    """In the new forward of a module: the total of the `index`-th sum."""
-    gate: SumGate = module.__dict__[WEAVE].gates[index]
-    return gate.sum(skip, *reads)
-
-
-# -- the forward, written anew ------------------------------------------------------------------------
-
-
-@dataclass
-class Pattern:
-    """A forward for one way of being called: the function, its sums, and the branches of the gated ones."""
-
-    main: Callable[..., Any]
-    written: fx.Graph  # what `main` computes
-    graph: fx.Graph  # what the author's forward computes
-    sums: dict[int, Sum]
-    graphs: dict[int, fx.Graph]
-    branches: dict[int, Callable[..., Tensor]]
-
-
-def _pattern(graph: fx.Graph, sums: dict[int, Sum], removed: set[int], copied: set[int]) -> Pattern:
-    graphs = {index: _branch(graph, found) for index, found in sums.items() if index not in removed}
-    written = _main(graph, sums, removed, copied)
-    branches = {index: compiled(part) for index, part in graphs.items()}
-    return Pattern(compiled(written), written, graph, sums, graphs, branches)
-
-
-def _main(graph: fx.Graph, sums: dict[int, Sum], removed: set[int], copied: set[int]) -> fx.Graph:
-    main = fx.Graph()
-    me = main.placeholder("module_")
-    new: dict[fx.Node, Any] = {}
-    totals = {found.total: index for index, found in sums.items()}
-    inside = {node for found in sums.values() for node in found.region}
-    sides = {node: value for found in sums.values() for node, value in found.sides.items()}
-
-    assert not inside & totals.keys(), "one sum is inside of another's branch"
-
-    def total(index: int, found: Sum) -> fx.Node:
-        skip = new[found.skip]
-        if index not in removed:
-            return main.call_function(at_gate, (me, index, skip, *(new[n] for n in found.reads)))
-        return main.call_method("clone", (skip,)) if found.touched or index in copied else skip
-
-    for node in graph.nodes:
-        if node in sides:
-            new[node] = None if sides[node] is None else new[sides[node]]
-        elif node in totals:
-            new[node] = total(totals[node], sums[totals[node]])
-        elif node not in inside:
-            new[node] = main.node_copy(node, new.__getitem__)
-    return main
-
-
-def _branch(graph: fx.Graph, found: Sum) -> fx.Graph:
-    part = fx.Graph()
-    new = {node: part.placeholder(f"read_{i}") for i, node in enumerate(found.reads)}
-    for node in graph.nodes:
-        if node in found.region or (node.op == "get_attr" and any(u in found.region for u in node.users)):
-            new[node] = part.node_copy(node, new.__getitem__)
-    part.output(new[found.branch])
-    return part
+# -- what a module knows of its sums ------------------------------------------------------------------
 
 
 class Weave:
@@ -209,7 +148,7 @@ class Weave:
                         "was gated. Call it as on the example."
                     )
                 self._check_gone(graph, mine)
-                self._patterns[call, mode, held] = _pattern(graph, mine, self.removed, self.copied)
+                self._patterns[call, mode, held] = write(graph, mine, self.removed, self.copied)
         return self._patterns[call, training, held]
 
     def _check_gone(self, graph: fx.Graph, sums: dict[int, Sum]) -> None:
@@ -272,35 +211,6 @@ class Weave:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.signature = inspect.signature(author(self.module).forward)
-
-
-def constants(module: nn.Module, opened: Iterable[type]) -> tuple[Any, ...]:
-    """The plain attributes of a module and of its opened children, which tracing writes into its forward."""
-    kinds = tuple(opened)
-    owners = (module, *(m for m in module.modules() if type(m) in kinds)) if kinds else (module,)
-    return tuple(
-        (k, repr(v)) for m in owners for k, v in vars(m).items() if type(v) in PLAIN and k != "training"
-    )
-
-
-def known_values(graph: fx.Graph, sides: Sequence[Side]) -> dict[fx.Node, Any]:
-    """What stands beside branches, by what `sides` says of it."""
-    inputs = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
-    known = {(child, element): name for child, element, name in sides}
-    values: dict[fx.Node, Any] = {node: node for node in inputs.values()}
-    for node in graph.nodes:
-        place = element_of_child(node)
-        if place in known:
-            name = known[place]
-            values[node] = None if name is None else inputs[name]
-    return values
-
-
-def element_of_child(node: fx.Node) -> tuple[str, int] | None:
-    """Of which child a value is which element, if it is one."""
-    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
-        return None
-    return (str(node.args[0].target), node.args[1]) if isinstance(node.args[1], int) else None
 
 
 def _modules_at(module: nn.Module, target: str) -> Iterable[nn.Module]:
