@@ -21,6 +21,7 @@ from shallower.followers import Follower, check_copy
 from shallower.gate import Gate
 from shallower.graphs import frozen_statistics
 from shallower.hook import BeforeStep
+from shallower.ranks import DEFAULT, Group, Ranks, give_to_ddp, keep_from_ddp
 from shallower.split import Block
 from shallower.stacks import compact
 from shallower.state import VERSION, check_state
@@ -77,6 +78,8 @@ class Pruner:
         grad_scaler: the GradScaler, if the loss is scaled with one.
         example: an input of the model (a tensor, a tuple of arguments, a dict of keyword arguments), to find
             blocks that read more than one; see `find_blocks`.
+        process_group: the ranks that train `model` together, whose estimates are averaged: the default group
+            where torch.distributed is initialised; None for this process alone.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Pruner:
         seed: int = 0,
         grad_scaler: torch.amp.GradScaler | None = None,
         example: Any = None,
+        process_group: Group = DEFAULT,
     ) -> None:
         check_options(optimizer, dataset_size, estimator, theta, tolerance)
         assert dataset_size is not None
@@ -115,9 +119,20 @@ class Pruner:
             n: list(b.prunable(model.get_submodule(b.path)).values()) for n, b in self.blocks.items()
         }
         self._sizes = [sum(p.numel() for p in self._prunable[name]) for name in self.names]
+        self.ranks = Ranks(process_group)
+        self.ranks.check_same(
+            blocks=(self.names, self._sizes),
+            seed=seed,
+            theta=(theta, theta_lr, tolerance),
+            dataset_size=dataset_size,
+            log_gamma=(self.log_gamma(0), self.multipliers.tolist()),
+        )
         self._unaliased = unaliased(model, found)
         # Everything is checked; from here on the model changes.
         self.gates = {name: self._attach(name, theta) for name in self.names}
+        self._buffers = [f"{self.blocks[n].path}.{gate.buffer}" for n, gate in self.gates.items()]
+        if self.ranks.size > 1:
+            keep_from_ddp(model, self._buffers)
         self.events: list[Removal] = []
         self.absorption: Absorption | None = None
         self.num_steps, self.finalized, self.finished = 0, False, False
@@ -158,6 +173,10 @@ class Pruner:
         """The blocks that are still there."""
         removed = {event.block for event in self.events}
         return [name for name in self.names if name not in removed]
+
+    def prunable(self, name: str) -> list[nn.Parameter]:
+        """The parameters that leave with the block `name`; none if it has left."""
+        return self._prunable.get(name, [])
 
     @property
     def thetas(self) -> dict[str, float]:
@@ -238,7 +257,8 @@ class Pruner:
 
         None if a scaled gradient has overflowed, as a GradScaler expects it now and then.
         """
-        known = _vector(self._ask(closure), len(self.gates)).tolist()  # the one transfer in a step
+        found = _vector(self._ask(closure), len(self.gates))
+        known = self.ranks.mean(found, self._stamp())  # the one transfer in a step
         if not all(map(math.isfinite, known)):
             if self.grad_scaler is not None:
                 return None
@@ -251,6 +271,12 @@ class Pruner:
         scale = 1.0 if needs_loss(self.estimator) else self._before.scale
         of = dict(zip(self.gates, known, strict=True))
         return torch.tensor([of.get(name, 0.0) / scale for name in self.blocks], dtype=self.theta.dtype)
+
+    def _stamp(self) -> bytes:
+        """What ranks must have in common."""
+        if self.ranks.size == 1:
+            return b""
+        return repr((self.num_steps, self.theta.tolist(), [gate.xi for gate in self.gates.values()])).encode()
 
     def _ask(self, closure: Closure | None) -> Sequence[Tensor] | Tensor:
         gates = list(self.gates.values())
@@ -334,6 +360,7 @@ class Pruner:
         for follower in self._followers:
             follower.ungate()
         self._before.remove()
+        give_to_ddp(self.model, self._buffers)
         self.finalized, self.finalized_at = True, self.num_steps
 
     def finish(self) -> nn.Module:

@@ -1,0 +1,95 @@
+"""PyTorch's DistributedDataParallel for a model that is pruned: closed blocks send no gradients, and removed
+blocks leave its buckets.
+
+    pruner = Pruner(model, optimizer, ...)
+    ddp = DataParallel(model, pruner)
+    for images, labels in loader:                   # each rank its own part of the batch
+        optimizer.zero_grad()
+        loss(ddp(images), labels).backward()
+        optimizer.step()
+        pruner.step()                               # on every rank
+
+Draws, rates and removals are the same on all ranks (see `ranks`). PyTorch's own class works, too, with
+find_unused_parameters=True; it sends zeros for what is closed or gone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from shallower.pruner import Pruner
+
+
+class DataParallel(DistributedDataParallel):
+    """`model` on several ranks; takes what DistributedDataParallel takes.
+
+    `bytes_reduced` counts the bytes of gradients that this rank has given to reductions.
+    """
+
+    def __init__(self, model: nn.Module, pruner: Pruner, **options: Any) -> None:
+        if pruner.model is not model:
+            raise ValueError("The pruner is of another model; pass the one that it was built with.")
+        self._given = {"find_unused_parameters": True, **options}
+        self.bytes_reduced = 0
+        self._wrap(model, pruner, self._given)
+
+    def _wrap(self, model: nn.Module, pruner: Pruner, given: dict[str, Any]) -> None:
+        """(Re)build the buckets; all ranks come here together, for all remove the same blocks."""
+        training, count = model.training, self.__dict__.get("bytes_reduced", 0)
+        super().__init__(model, **given)
+        # nn.Module.__init__ has cleared what was there before.
+        vars(self).update(_given=given, _pruner=pruner, bytes_reduced=count)
+        self._built_for = self._epoch()
+        self.register_comm_hook(None, self._reduce)
+        self.train(training)
+
+    def _epoch(self) -> tuple[int, bool]:
+        return len(self._pruner.events), self._pruner.finalized
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._epoch() != self._built_for and torch.is_grad_enabled():
+            sync = self.require_backward_grad_sync  # as within `no_sync()`
+            given = {**self._given, "init_sync": False}
+            if self._pruner.finalized:  # nothing is closed any more
+                given["find_unused_parameters"] = False
+            self._wrap(self.module, self._pruner, given)
+            self.require_backward_grad_sync = sync
+        return super().forward(*inputs, **kwargs)
+
+    def _reduce(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+        """The mean over the ranks of the gradients in a bucket, without those of closed blocks."""
+        closed = self._closed()
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        wanted = [gradient for parameter, gradient in pairs if id(parameter) not in closed]
+        done = bucket.buffer()
+        if not wanted:
+            nothing: Future[Tensor] = Future()
+            nothing.set_result(done)
+            return nothing
+        whole = len(wanted) == len(bucket.gradients())
+        sent = done if whole else torch.cat([gradient.flatten() for gradient in wanted])
+        self.bytes_reduced += sent.numel() * sent.element_size()
+        sent.div_(dist.get_world_size(self.process_group))
+        work = dist.all_reduce(sent, group=self.process_group, async_op=True)
+        assert work is not None
+
+        def receive(_: Any) -> Tensor:
+            if not whole:
+                _spread(sent, wanted)
+            return done
+
+        return work.get_future().then(receive)
+
+    def _closed(self) -> set[int]:
+        pruner = self._pruner
+        return {id(p) for n, gate in pruner.gates.items() if not gate.xi for p in pruner.prunable(n)}
+
+
+def _spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
+    for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(values.view_as(part))

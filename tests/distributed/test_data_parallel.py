@@ -1,0 +1,201 @@
+"""Two ranks with half of each batch are one process with the whole."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shallower import Pruner, Residual, first_order, flip
+from shallower.distributed import DataParallel
+
+from .ranks import on_ranks
+
+WIDTH, BATCH, STEPS = 8, 16, 60
+OPTIONS: dict[str, Any] = {
+    "dataset_size": 1000,
+    "log_gamma": -50,
+    "theta": 0.5,
+    "theta_lr": 0.03,
+    "tolerance": 0.05,
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [
+        Residual(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))) for _ in range(5)
+    ]
+    return nn.Sequential(nn.Linear(4, WIDTH), *blocks, nn.Linear(WIDTH, 3))
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(STEPS, BATCH, 4, generator=generator)
+    return [(x, (x[:, 0] > 0).long() + (x[:, 1] > 0)) for x in inputs]
+
+
+def train(
+    rank: int, size: int, kind: str = "ours", *, estimator: Any = None, every: int = 1
+) -> dict[str, Any]:
+    """A run on this rank's part of the data: rates, draws, removals, weights."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    pruner = Pruner(model, optimizer, **OPTIONS, estimator=estimator or first_order)
+    net: nn.Module = model
+    if size > 1 and kind == "ours":
+        net = DataParallel(model, pruner)
+    elif size > 1:
+        net = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    draws, sent = [], []
+    for step, (inputs, labels) in enumerate(batches()):
+        if step == STEPS - 10:
+            pruner.finalize()
+        x, y = inputs.chunk(size)[rank], labels.chunk(size)[rank]
+        optimizer.zero_grad()
+        parts = list(zip(x.chunk(every), y.chunk(every), strict=True))
+        for part, labels_of in parts[:-1]:
+            with getattr(net, "no_sync", _nothing)():
+                (F.cross_entropy(net(part), labels_of) / every).backward()
+        (F.cross_entropy(net(parts[-1][0]), parts[-1][1]) / every).backward()
+        draws.append([gate.xi for gate in pruner.gates.values()])
+        sent.append(getattr(net, "bytes_reduced", 0))
+        optimizer.step()
+        pruner.step(None if estimator is None else lambda x=x, y=y: F.cross_entropy(model(x), y))
+    return {
+        "theta": pruner.theta.numpy(),
+        "draws": draws,
+        "events": [(e.step, e.block) for e in pruner.events],
+        "weights": {n: p.detach().numpy() for n, p in model.named_parameters()},
+        "sent": sent,
+        "buckets": sum(p.numel() for p in getattr(net, "_module_parameters", [])),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["events"] == other["events"]
+    assert one["draws"] == other["draws"]
+    np.testing.assert_allclose(one["theta"], other["theta"], atol=1e-5)
+    assert one["weights"].keys() == other["weights"].keys()
+    for name, value in one["weights"].items():
+        np.testing.assert_allclose(value, other["weights"][name], atol=1e-5, err_msg=name)
+
+
+# -- on two ranks, all of it in one start of two processes ---------------------------------------------------
+
+
+def everything(rank: int) -> dict[str, Any]:
+    found = {
+        "ours": train(rank, 2),
+        "torch's": train(rank, 2, "torch's"),
+        "accumulated": train(rank, 2, every=2),
+        "flip": train(rank, 2, estimator=flip),
+        "refused": refusals(rank),
+        "alone": train_alone(rank),
+    }
+    return found
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What ranks that are not the same are told."""
+    said = {}
+    for name, options in {
+        "seed": {"seed": rank},
+        "theta": {"theta": 0.5 + rank / 10},
+        "dataset_size": {"dataset_size": 10 + rank},
+    }.items():
+        model = network()
+        try:
+            Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), **{**OPTIONS, **options})
+        except ValueError as error:
+            said[name] = str(error)
+        assert not any(n.endswith("theta") for n, _ in model.named_buffers())  # nothing was gated
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, **OPTIONS)
+    pruner.theta[0] += 1e-12 * rank  # as after a checkpoint of another run
+    F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+    optimizer.step()
+    try:
+        pruner.step()
+    except RuntimeError as error:
+        said["later"] = str(error)
+    return said
+
+
+def train_alone(rank: int) -> float:
+    """A network on each rank, of which the other knows nothing."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, **{**OPTIONS, "seed": rank}, process_group=None)
+    for inputs, labels in batches()[: 3 + rank]:  # not even as many steps
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        pruner.step()
+    return float(pruner.theta.sum())
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return on_ranks(2, everything)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    found = train(0, 1)
+    assert 2 <= len(found["events"]) <= 4  # blocks leave on the way, and some stay
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's", "accumulated"])
+def test_two_ranks_with_half_the_batch_each_are_one_process_with_the_whole(
+    alone: Any, ranks: list[Any], kind: str
+) -> None:
+    for found in ranks:
+        same(alone, found[kind])
+
+
+def test_the_exact_estimator_is_averaged_too(ranks: list[Any]) -> None:
+    whole = train(0, 1, estimator=flip)
+    assert whole["events"]
+    for found in ranks:
+        same(whole, found["flip"])
+
+
+def test_ranks_are_the_same_to_the_bit(ranks: list[Any]) -> None:
+    for kind in ("ours", "torch's", "accumulated", "flip"):
+        one, other = (found[kind] for found in ranks)
+        assert (one["theta"] == other["theta"]).all()
+        assert all((value == other["weights"][name]).all() for name, value in one["weights"].items())
+
+
+def test_closed_blocks_send_nothing_and_removed_ones_leave_the_buckets(ranks: list[Any], alone: Any) -> None:
+    block = sum(p.numel() for p in network()[1].parameters())
+    fixed = sum(p.numel() for p in network().parameters()) - 5 * block
+    found = ranks[0]["ours"]
+    sent = np.diff([0, *found["sent"]])
+    kept = 5 - len(found["events"])
+    for draws, sent_now in zip(found["draws"], sent, strict=True):
+        number = sum(draws) if draws else kept
+        assert sent_now == 4 * (fixed + number * block)
+    assert found["buckets"] == found["parameters"] == fixed + kept * block
+
+
+def test_ranks_that_differ_are_refused_before_anything_changes(ranks: list[Any]) -> None:
+    for said in (found["refused"] for found in ranks):
+        for name in ("seed", "theta", "dataset_size"):
+            assert f"The 2 ranks differ in {name} (rank" in said[name]
+        assert "the ranks no longer have the same rates and draws" in said["later"]
+
+
+def test_a_pruner_without_a_group_is_alone(ranks: list[Any]) -> None:
+    assert ranks[0]["alone"] != ranks[1]["alone"]
