@@ -31,33 +31,36 @@ class DataParallel(DistributedDataParallel):
     `bytes_reduced` counts the bytes of gradients that this rank has given to reductions.
     """
 
+    module: nn.Module
+    bytes_reduced: int
+    _pruner: Pruner
+    _given: dict[str, Any]
+    _built_for: tuple[int, bool]
+
     def __init__(self, model: nn.Module, pruner: Pruner, **options: Any) -> None:
         if pruner.model is not model:
             raise ValueError("The pruner is of another model; pass the one that it was built with.")
-        self._given = {"find_unused_parameters": True, **options}
-        self.bytes_reduced = 0
-        self._wrap(model, pruner, self._given)
+        self._wrap(model, pruner, {"find_unused_parameters": True, **options}, sent=0)
 
-    def _wrap(self, model: nn.Module, pruner: Pruner, given: dict[str, Any]) -> None:
+    def _wrap(self, model: nn.Module, pruner: Pruner, given: dict[str, Any], *, sent: int) -> None:
         """(Re)build the buckets; all ranks come here together, for all remove the same blocks."""
-        training, count = model.training, self.__dict__.get("bytes_reduced", 0)
-        super().__init__(model, **given)
-        # nn.Module.__init__ has cleared what was there before.
-        vars(self).update(_given=given, _pruner=pruner, bytes_reduced=count)
-        self._built_for = self._epoch()
+        training = model.training
+        super().__init__(model, **given)  # clears what was there before
+        vars(self).update(_given=given, _pruner=pruner, bytes_reduced=sent)
+        vars(self)["_built_for"] = self._shape()
         self.register_comm_hook(None, self._reduce)
         self.train(training)
 
-    def _epoch(self) -> tuple[int, bool]:
+    def _shape(self) -> tuple[int, bool]:
         return len(self._pruner.events), self._pruner.finalized
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._epoch() != self._built_for and torch.is_grad_enabled():
+        if self._shape() != self._built_for and torch.is_grad_enabled():
             sync = self.require_backward_grad_sync  # as within `no_sync()`
             given = {**self._given, "init_sync": False}
             if self._pruner.finalized:  # nothing is closed any more
                 given["find_unused_parameters"] = False
-            self._wrap(self.module, self._pruner, given)
+            self._wrap(self.module, self._pruner, given, sent=self.bytes_reduced)
             self.require_backward_grad_sync = sync
         return super().forward(*inputs, **kwargs)
 

@@ -22,6 +22,7 @@ from shallower.gate import Gate
 from shallower.graphs import frozen_statistics
 from shallower.hook import BeforeStep
 from shallower.ranks import DEFAULT, Group, Ranks, give_to_ddp, keep_from_ddp
+from shallower.sharding import check_sharded, is_sharded, leave_groups, leave_root
 from shallower.split import Block
 from shallower.stacks import compact
 from shallower.state import VERSION, check_state
@@ -110,6 +111,7 @@ class Pruner:
         found, self.rejected = choose(model, blocks, example)
         self.blocks = {block.name: block for block in found}
         check_trainable(model, optimizer, self.blocks)
+        check_sharded(model, self.blocks)
         self.multipliers = prior.multiplier_vector(multipliers, self.names)
         self.theta = torch.full((len(found),), float(theta), dtype=torch.float64)  # on the host, which draws
         self._alive = torch.ones_like(self.theta)
@@ -160,8 +162,12 @@ class Pruner:
 
     def _attach(self, name: str, theta: float) -> Gate:
         watching, free = not needs_loss(self.estimator), getattr(self.estimator, "free", True)
-        options = {"watching": watching, "free": free, "alias": name not in self._unaliased}
-        return fit(self.model, self.blocks[name], theta, **options)
+        # The output of a sharded module gets a hook, which must not be on its input.
+        alias = name not in self._unaliased and not is_sharded(self._module(name))
+        return fit(self.model, self.blocks[name], theta, watching=watching, free=free, alias=alias)
+
+    def _module(self, name: str) -> nn.Module:
+        return self.model.get_submodule(self.blocks[name].path)
 
     @property
     def names(self) -> list[str]:
@@ -325,8 +331,11 @@ class Pruner:
     def _cut(self, name: str) -> None:
         """The block leaves the module tree and the optimiser; skip and tail stay, under their names."""
         del self.gates[name]
-        optim.forget(self.optimizer, self._prunable.pop(name))
+        gone, module = self._prunable.pop(name), self._module(name)
+        optim.forget(self.optimizer, gone)
+        leave_groups(self.model, gone)
         cut(self.model, self.blocks[name], alias=name not in self._unaliased)
+        leave_root(module, self.model)
         for follower in self._followers:
             follower.cut(name)
         self._alive[self.names.index(name)] = 0.0

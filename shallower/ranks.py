@@ -42,8 +42,8 @@ class Ranks:
         if (first, second) != (own, own * own):
             raise RuntimeError(
                 f"Rank {self.rank} of {self.size}: the ranks no longer have the same rates and draws, and "
-                "would train different networks. Give every rank the same seed, recipe and checkpoint, and call "
-                "`pruner.step()` on all of them after every `optimizer.step()`."
+                "would train different networks. Give every rank the same seed, recipe and checkpoint, and "
+                "call `pruner.step()` on all of them after every `optimizer.step()`."
             )
         return means
 

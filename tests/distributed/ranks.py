@@ -42,9 +42,7 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     for process in processes:
         process.start()
     try:
-        found = {
-            rank: (good, value) for rank, good, value in (queue.get(timeout=3 * TIMEOUT) for _ in processes)
-        }
+        answers = [queue.get(timeout=3 * TIMEOUT) for _ in processes]
     finally:
         for process in processes:
             process.join(timeout=10)

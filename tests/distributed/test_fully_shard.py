@@ -1,0 +1,169 @@
+"""FSDP2: the same laws, with parameters in shards; checkpoints through torch.distributed.checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from shallower import Pruner, Residual, find_blocks
+
+from .ranks import on_ranks
+from .test_data_parallel import OPTIONS, STEPS, WIDTH, batches, network, same
+
+
+class Layer(nn.Module):
+    """Two sums in one module, which stays when one of them leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mix(self.norm(x))
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def transformer() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, WIDTH), *(Layer() for _ in range(3)), nn.Linear(WIDTH, 3))
+
+
+NETWORKS = {"blocks": network, "sums": transformer}
+
+
+class Training:
+    """A model on this rank, sharded if there is more than one."""
+
+    def __init__(self, kind: str, rank: int, size: int, *, units: bool = True) -> None:
+        self.rank, self.size = rank, size
+        self.model = NETWORKS[kind]()
+        if size > 1:
+            mesh = init_device_mesh("cpu", (size,))
+            for block in list(self.model)[1:-1] if units else ():
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        example = batches()[0][0][:2]
+        blocks = find_blocks(NETWORKS[kind](), example)
+        self.pruner = Pruner(self.model, self.optimizer, blocks=[b.name for b in blocks], **OPTIONS)
+        self.draws: list[list[bool]] = []
+
+    def run(self, begin: int, end: int) -> None:
+        for step, (inputs, labels) in list(enumerate(batches()))[begin:end]:
+            if step == STEPS - 10:
+                self.pruner.finalize()
+            x, y = inputs.chunk(self.size)[self.rank], labels.chunk(self.size)[self.rank]
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(x), y).backward()
+            self.draws.append([gate.xi for gate in self.pruner.gates.values()])
+            self.optimizer.step()
+            self.pruner.step()
+
+    def save(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        if self.rank == 0:
+            torch.save(self.pruner.state_dict(), folder / "pruner.pt")
+
+    def load(self, folder: Path) -> None:
+        self.pruner.load_state_dict(torch.load(folder / "pruner.pt", weights_only=True))  # first: it removes
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=state["optimizer"]
+        )
+
+    def found(self) -> dict[str, Any]:
+        whole = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in self.model.named_parameters()}
+        return {
+            "theta": self.pruner.theta.numpy(),
+            "draws": self.draws,
+            "events": [(e.step, e.block) for e in self.pruner.events],
+            "weights": {name: p.detach().numpy() for name, p in whole.items()},
+            "groups": sorted(grouped(self.model)) if self.size > 1 else None,
+            "states": len(self.model._get_fsdp_state()._state_ctx.all_states) if self.size > 1 else None,
+        }
+
+
+def grouped(model: nn.Module) -> list[int]:
+    """The sizes of all parameters that are gathered together."""
+    states = model._get_fsdp_state()._state_ctx.all_states
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    return [p.sharded_param.numel() for group in groups for p in group.fsdp_params]
+
+
+def everything(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in NETWORKS:
+        for units in (True, False):
+            run = Training(kind, rank, 2, units=units)
+            run.run(0, STEPS)
+            found[kind, units] = run.found()
+    first = Training("blocks", rank, 2)
+    first.run(0, 30)
+    first.save(folder)
+    second = Training("blocks", rank, 2)
+    second.load(folder)
+    second.run(30, STEPS)
+    second.draws = first.draws + second.draws
+    found["resumed"] = second.found()
+    found["refused"] = refusal()
+    return found
+
+
+def refusal() -> str:
+    model = nn.Sequential(
+        nn.Linear(4, WIDTH), Residual(nn.Linear(WIDTH, WIDTH), skip=nn.Linear(WIDTH, WIDTH))
+    )
+    fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
+    try:
+        Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), **OPTIONS)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    return on_ranks(2, everything, tmp_path_factory.mktemp("shards"))
+
+
+@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_shards_on_two_ranks_are_one_process_with_the_whole_batch(ranks: Any, kind: str, units: bool) -> None:
+    alone = Training(kind, 0, 1)
+    alone.run(0, STEPS)
+    assert 0 < len(alone.pruner.events) < len(alone.pruner.names)
+    for found in ranks:
+        same(alone.found(), found[kind, units])
+
+
+@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_what_is_removed_leaves_the_groups(ranks: Any, kind: str, units: bool) -> None:
+    found = ranks[0][kind, units]
+    assert sum(found["groups"]) == sum(value.size for value in found["weights"].values())
+    alive = 5 - len(found["events"]) if kind == "blocks" else 3
+    assert found["states"] == 1 + alive * units
+
+
+def test_a_sharded_checkpoint_resumes_to_the_bit(ranks: Any) -> None:
+    for found in ranks:
+        whole, resumed = found["blocks", True], found["resumed"]
+        assert (whole["theta"] == resumed["theta"]).all()
+        assert whole["draws"] == resumed["draws"]
+        assert all(np.array_equal(value, resumed["weights"][n]) for n, value in whole["weights"].items())
+
+
+def test_a_shard_of_which_a_part_stays_is_refused(ranks: Any) -> None:
+    assert "`fully_shard` was applied to the block '1', of which skip.weight stays" in ranks[0]["refused"]
