@@ -34,12 +34,14 @@ from shallower.reports.table import FORMATS
 from shallower.reproduce import kept_at, reproduce_all
 from shallower.store import load
 from shallower.training import (
+    CHECKPOINT,
     Interrupted,
     Machine,
     Result,
     Run,
     RunError,
     compare,
+    launched,
     train,
     train_against_dense,
 )
@@ -152,16 +154,22 @@ def train_one(
         chosen = _chosen(name, set_, epochs)
         task = data.load(chosen.task, data_dir)
         target = folder or Path("runs") / name / f"seed{seed}"
-        machine = Machine(device, bf16, channels_last, compiled)
-        options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
-        options["worth"] = worth
+        options: dict[str, Any] = {"seed": seed, "resume": resume, "overwrite": overwrite, "worth": worth}
         dense: Result | None = None
-        follow = following(target, tensorboard=tensorboard, report=page)
-        with _progress(chosen, show=not as_json) as report, follow as note:
-            if against_dense:
-                result, dense = train_against_dense(chosen, task, target, report=report, note=note, **options)
-            else:
-                result = train(chosen, task, target, report=report, note=note, **options)
+        with launched(Machine(device, bf16, channels_last, compiled)) as (launch, options["machine"]):
+            if launch.restarted:  # by torchrun, after a rank was lost
+                found = (target / CHECKPOINT).exists()
+                options.update(resume=found, overwrite=not found)
+            speaks = launch.first
+            follow = following(target, tensorboard=tensorboard and speaks, report=page and speaks)
+            with _progress(chosen, show=speaks and not as_json) as report, follow as note:
+                if against_dense:
+                    both = train_against_dense(chosen, task, target, report=report, note=note, **options)
+                    result, dense = both
+                else:
+                    result = train(chosen, task, target, report=report, note=note, **options)
+        if not launch.first:
+            return
         if as_json:
             print(result.model_dump_json() if dense is None else json.dumps(compare(result, dense)))
         else:

@@ -47,6 +47,28 @@ class Ranks:
             )
         return means
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes files."""
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over the ranks of a tensor, in place."""
+        if self.size > 1:
+            dist.all_reduce(value, group=self.group)
+        return value
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank; all of them must ask."""
+        if self.size == 1:
+            return here
+        return bool(self.sum(torch.tensor([float(here)], device=_device_of(self.group))).item())
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
     def check_same(self, **found: Any) -> None:
         """Refuse to begin if the ranks differ in any of `found`."""
         if self.size == 1:

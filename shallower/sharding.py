@@ -36,9 +36,9 @@ def check_sharded(model: nn.Module, blocks: Mapping[str, AnyBlock]) -> None:
         staying = [n for n, p in module.named_parameters() if id(p) not in mine]
         if staying:
             raise ValueError(
-                f"`fully_shard` was applied to the block {name!r}, of which {staying[0]} stays when its branch "
-                f"is removed. Apply it to what leaves and to what stays: fully_shard(block.branch), not "
-                "fully_shard(block)."
+                f"`fully_shard` was applied to the block {name!r}, of which {staying[0]} stays when its "
+                "branch is removed. Apply it to what leaves and to what stays: fully_shard(block.branch), "
+                "not fully_shard(block)."
             )
 
 

@@ -128,12 +128,12 @@ class FolderBatches(Loader):
         device: torch.device | str | None = None,
         replacement: bool = False,
         drop_last: bool = False,
+        part: tuple[int, int] = (0, 1),
         size: int = 224,
         workers: int | None = None,
     ) -> None:
-        super().__init__(
-            len(folder), batch_size, seed=seed, shuffle=shuffle, replacement=replacement, drop_last=drop_last
-        )
+        options = {"seed": seed, "shuffle": shuffle, "replacement": replacement, "drop_last": drop_last}
+        super().__init__(len(folder), batch_size, **options, part=part)  # type: ignore[arg-type]
         self.folder, self.view, self.image_size = folder, view, size
         self.augment = augment
         self.device = torch.device(device or "cpu")
@@ -149,7 +149,8 @@ class FolderBatches(Loader):
         try:
             for batch in range(start, len(self)):
                 index, generator = order[self.span(batch)], self.generator(epoch, batch)
-                draws = torch.rand(len(index), 5, generator=generator).tolist()
+                draws = torch.rand(len(index), 5, generator=generator)[self.own(batch)].tolist()
+                index = index[self.own(batch)]
                 images = [pool.submit(self._decode, *job) for job in zip(index.tolist(), draws, strict=True)]
                 waiting.append((images, index, generator))
                 if len(waiting) > LOOKAHEAD:

@@ -64,10 +64,20 @@ class Loader(ABC):
             saved = loader.state_dict()  # resumes at the batch after this one
 
     A loop left early begins anew where it began; only `load_state_dict` makes it begin in the middle.
+
+    `part=(rank, ranks)` hands out that rank's part of each batch: together they see what one process sees.
     """
 
     def __init__(
-        self, size: int, batch_size: int, *, seed: int, shuffle: bool, replacement: bool, drop_last: bool
+        self,
+        size: int,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        replacement: bool,
+        drop_last: bool,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; at least 1 is needed, say batch_size=64.")
@@ -80,7 +90,9 @@ class Loader(ABC):
             )
         if replacement and not shuffle:
             raise ValueError("replacement=True draws at random; it needs shuffle=True.")
-        self.size, self.batch_size, self.seed = size, batch_size, seed
+        if not 0 <= part[0] < part[1]:
+            raise ValueError(f"part is {part}; it takes (rank, ranks), with ranks from 0 to ranks - 1.")
+        self.size, self.batch_size, self.seed, self.part = size, batch_size, seed, part
         self.shuffle, self.replacement, self.drop_last = shuffle, replacement, drop_last
         self.epoch = 0
         self.batch = 0  # batches of this epoch already handed out
@@ -110,6 +122,16 @@ class Loader(ABC):
     def span(self, batch: int) -> slice:
         """Where in the order of its epoch the batch lies."""
         return slice(batch * self.batch_size, (batch + 1) * self.batch_size)
+
+    def own(self, batch: int) -> slice:
+        """Which samples of the batch are handed out: all, or this rank's part."""
+        (rank, ranks), whole = self.part, len(range(self.size)[self.span(batch)])
+        return slice(whole * rank // ranks, whole * (rank + 1) // ranks)
+
+    def weight(self, batch: int) -> float:
+        """How much the mean over this rank's part counts in the mean of the ranks; 1 if all are as large."""
+        own, whole = self.own(batch), len(range(self.size)[self.span(batch)])
+        return self.part[1] * (own.stop - own.start) / whole
 
     def generator(self, *place: int) -> Generator:
         """The generator of an epoch or of its batch, on the CPU: the draws do not depend on the device."""
@@ -173,12 +195,12 @@ class Batches(Loader):
         device: torch.device | str | None = None,
         replacement: bool = False,
         drop_last: bool = False,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         if len(inputs) != len(labels):
             raise ValueError(f"{len(inputs)} inputs but {len(labels)} labels; give one label for each input.")
-        super().__init__(
-            len(inputs), batch_size, seed=seed, shuffle=shuffle, replacement=replacement, drop_last=drop_last
-        )
+        options = {"seed": seed, "shuffle": shuffle, "replacement": replacement, "drop_last": drop_last}
+        super().__init__(len(inputs), batch_size, **options, part=part)  # type: ignore[arg-type]
         self.device = torch.device(device) if device is not None else inputs.device
         self.inputs, self.labels = inputs.to(self.device), labels.to(self.device)
         self.augment = augment
@@ -190,5 +212,6 @@ class Batches(Loader):
             index = order[self.span(batch)]
             inputs, labels = self.inputs.index_select(0, index), self.labels.index_select(0, index)
             if self.augment is not None:
-                inputs = self.augment(inputs, self.generator(epoch, batch))
-            yield self.normalise(inputs), labels
+                inputs = self.augment(inputs, self.generator(epoch, batch))  # its draws are for all ranks
+            mine = self.own(batch)
+            yield self.normalise(inputs[mine]), labels[mine]

@@ -48,6 +48,7 @@ class Task:
         replacement: bool = False,
         drop_last: bool = False,
         normalised: bool = True,
+        part: tuple[int, int] = (0, 1),
     ) -> Loader:
         """Batches: `train` shuffled, `test` in order; of mean 0 and variance 1, or else as in [0, 1]."""
         if split not in ("train", "test"):
@@ -67,6 +68,7 @@ class Task:
                 device=device,
                 replacement=replacement,
                 drop_last=drop_last,
+                part=part,
             )
         return folder.FolderBatches(
             samples,
@@ -79,6 +81,7 @@ class Task:
             device=device,
             replacement=replacement,
             drop_last=drop_last,
+            part=part,
         )
 
 

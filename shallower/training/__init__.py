@@ -1,10 +1,12 @@
 """Train and prune a network after a recipe, in a folder that can be resumed at any step."""
 
+from shallower.training.launch import launched
 from shallower.training.loop import Interrupted, Note, train, train_against_dense
 from shallower.training.result import Result, compare
-from shallower.training.run import Machine, Run, RunError
+from shallower.training.run import CHECKPOINT, Machine, Run, RunError
 
 __all__ = [
+    "CHECKPOINT",
     "Interrupted",
     "Machine",
     "Note",
@@ -12,6 +14,7 @@ __all__ = [
     "Run",
     "RunError",
     "compare",
+    "launched",
     "train",
     "train_against_dense",
 ]

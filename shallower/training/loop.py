@@ -30,6 +30,7 @@ FILES = (
     *("metrics.csv", "thetas.csv", "events.jsonl", "costs.csv", "worth.csv"),
 )
 Report = Callable[[Run, int, float], None]  # the run, its epoch, the mean loss so far
+ASK = 20  # steps after which several ranks ask each other whether to stop
 DIVERGED = (
     "The checkpoint, if there is one, is that of the epoch before and still good. Start anew with a smaller "
     "learning rate: --overwrite --set lr=..."
@@ -95,7 +96,8 @@ def train_against_dense(
             pass
     _check_stopped(stop, folders[0])
     pruned, dense = (_finish(run, where, worth=worth) for run, where in zip(runs, folders, strict=True))
-    write_text(folders[0] / COMPARISON, json.dumps(compare(pruned, dense), indent=2))
+    if runs[0].ranks.first:
+        write_text(folders[0] / COMPARISON, json.dumps(compare(pruned, dense), indent=2))
     return pruned, dense
 
 
@@ -111,16 +113,23 @@ def _begin(
 ) -> Run:
     _check_folder(folder, resume=resume, overwrite=overwrite)
     run = Run(recipe, task, seed=seed, machine=machine or Machine())
-    _make_folder(folder, clear=overwrite and not resume)
+    run.ranks.wait()  # before the folder that all have checked changes
     if resume:
         run.resume(folder)
-    write_text(folder / "recipe.json", json.dumps({"seed": seed, **recipe.model_dump()}, indent=2))
-    if run.pruner is not None and not resume:
+    if run.ranks.first:
+        _make_folder(folder, clear=overwrite and not resume)
+        _describe(run, folder, costs=not resume)
+    return run
+
+
+def _describe(run: Run, folder: Path, *, costs: bool) -> None:
+    recipe = run.recipe
+    write_text(folder / "recipe.json", json.dumps({"seed": run.seed, **recipe.model_dump()}, indent=2))
+    if run.pruner is not None and costs:
         batch, _ = next(iter(run.batches("test", recipe.batch_size)))
         with run.machine.autocast():
-            costs = block_costs(run.pruner, batch)
-        write_csv(folder / "costs.csv", [asdict(row) for row in costs])
-    return run
+            rows = block_costs(run.pruner, batch)
+        write_csv(folder / "costs.csv", [asdict(row) for row in rows])
 
 
 def _epochs(
@@ -138,7 +147,7 @@ def _epochs(
         _note(run, epoch, loss, test_loss, accuracy)
         run.report(folder)
         run.save(folder)
-        if note is not None:
+        if note is not None and run.ranks.first:
             note(run, folder)
         yield
 
@@ -150,7 +159,7 @@ def _check_stopped(stop: list[int], folder: Path) -> None:
 
 def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> float:
     """One pass over the data, or the rest of it; returns the mean training loss of the epoch."""
-    recipe, kind, clock = run.recipe, run.task.kind, run.clock
+    recipe, clock = run.recipe, run.clock
     if run.pruner is not None and recipe.finalize_epoch == epoch and not run.pruner.finalized:
         run.pruner.finalize(recipe.threshold)
     if recipe.fresh_moments and recipe.finalize_epoch == epoch and run.loader.batch == 0:
@@ -159,8 +168,7 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
     for inputs, labels in run.loader:
         clock.lap("data")
         run.optimizer.zero_grad()
-        with run.machine.autocast():
-            loss = loss_of(kind, run.model(inputs), labels)
+        loss = run.loss_on(run.net, inputs, labels)
         loss.backward()
         run.optimizer.step()
         run.scheduler.step()
@@ -175,15 +183,25 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
             clock.lap("training")
         if report is not None and (clock.since("report") > 0.2 or run.loader.batch == len(run.loader)):
             report(run, epoch, float(loss.detach()))
-        if stop:
+        if _to_stop(run, stop):
             break
-    mean = float(run.loss) / len(run.loader)
+    mean = float(run.ranks.sum(run.loss.clone())) / (run.ranks.size * len(run.loader))
     clock.lap("training")
     if not math.isfinite(mean):
         raise RunError(f"The training loss became {mean} in epoch {epoch}. {DIVERGED}")
     if not stop:
         run.loss.zero_()
     return mean
+
+
+def _to_stop(run: Run, stop: list[int]) -> bool:
+    """Ranks hear of a signal at different steps; now and then they ask each other, and stop together."""
+    if run.ranks.size == 1:
+        return bool(stop)
+    last = run.loader.batch == len(run.loader)
+    if (run.loader.batch % ASK == 0 or last) and run.ranks.any(bool(stop)) and not stop:
+        stop.append(0)
+    return bool(stop) and (run.loader.batch % ASK == 0 or last)
 
 
 def _prune(pruner: Pruner, closure: Callable[[], torch.Tensor] | None, epoch: int) -> None:
@@ -198,11 +216,7 @@ def _closure(run: Run, inputs: torch.Tensor, labels: torch.Tensor) -> Callable[[
     if run.recipe.estimator == "first_order":
         return None
 
-    def loss() -> torch.Tensor:
-        with run.machine.autocast():
-            return loss_of(run.task.kind, run.model(inputs), labels)
-
-    return loss
+    return lambda: run.loss_on(run.model, inputs, labels)
 
 
 def _note(run: Run, epoch: int, loss: float, test_loss: float, accuracy: float | None) -> None:
@@ -238,7 +252,9 @@ def _finish(run: Run, folder: Path, *, worth: bool) -> Result:
     kept = run.alive
     if run.pruner is not None and worth:
         run.clock.start()
-        write_csv(folder / "worth.csv", [asdict(row) for row in _worth(run, run.pruner)])
+        rows = _worth(run, run.pruner)
+        if run.ranks.first:
+            write_csv(folder / "worth.csv", [asdict(row) for row in rows])
         run.clock.lap("evaluation")
     params, macs = count_parameters(run.model), count_macs(run.model, run.example)
     removed = [] if run.pruner is None else [event.block for event in run.pruner.events]
@@ -269,11 +285,17 @@ def _finish(run: Run, folder: Path, *, worth: bool) -> Result:
         training_load_ratio=1.0 if load is None else load.survivors / load.dense,
         seconds=run.clock.training,
         seconds_spent=run.clock.seconds,
-        machine={**asdict(run.machine), "device": str(run.machine.where), "threads": torch.get_num_threads()},
+        machine={
+            **asdict(run.machine),
+            "device": str(run.machine.where),
+            "threads": torch.get_num_threads(),
+            "ranks": run.ranks.size,
+        },
         versions=versions(),
     )
-    store.save(folder, net, network=recipe.network, options=recipe.options, removed=removed)
-    write_text(folder / "result.json", result.model_dump_json(indent=2))
+    if run.ranks.first:
+        store.save(folder, net, network=recipe.network, options=recipe.options, removed=removed)
+        write_text(folder / "result.json", result.model_dump_json(indent=2))
     return result
 
 

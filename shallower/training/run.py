@@ -11,15 +11,19 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shallower import estimators, models, prior
 from shallower.blocks import find_blocks
 from shallower.data import Loader, Samples, Task, crop_and_flip
+from shallower.distributed import DataParallel
 from shallower.files import write_bytes, write_csv, write_text
 from shallower.ledger import Ledger, Load, count_macs, count_parameters
 from shallower.pruner import Pruner
+from shallower.ranks import Ranks
 from shallower.recipes import Recipe
 from shallower.training.clock import Clock
+from shallower.training.result import loss_of
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -62,10 +66,14 @@ def _device(name: str) -> torch.device:
 
 
 class Run:
-    """Model, optimiser, schedule, pruner, ledger, data and history of one run."""
+    """Model, optimiser, schedule, pruner, ledger, data and history of one run.
+
+    On several ranks each has all of it, and its part of every batch; `net` is what the loop calls.
+    """
 
     def __init__(self, recipe: Recipe, task: Task, *, seed: int, machine: Machine) -> None:
         self.recipe, self.task, self.seed, self.machine = recipe, task, seed, machine
+        self.ranks = Ranks()
         torch.manual_seed(seed)
         device, fmt = machine.where, torch.channels_last if machine.channels_last else torch.preserve_format
         self.model: nn.Module = _network(recipe).to(device, memory_format=fmt)  # type: ignore[call-overload]
@@ -75,6 +83,7 @@ class Run:
             seed=seed,
             augment=crop_and_flip if recipe.augment else None,
             replacement=recipe.replacement,
+            part=(self.ranks.rank, self.ranks.size),
         )
         whole = isinstance(task.test, Samples)  # in memory already; images from files are large
         self.test = self.batches("test", 2000 if whole else recipe.batch_size)
@@ -101,6 +110,7 @@ class Run:
         self._blocks = [block.name for block in find_blocks(self.model)] if self.pruner is None else []
         if machine.compile:
             self._compile()
+        self.net = self.model if self.ranks.size == 1 else self._parallel()
 
     def batches(self, split: Literal["train", "test"], size: int, **options: Any) -> Loader:
         """Batches of the task on the run's device, with inputs as the recipe wants them."""
@@ -134,6 +144,20 @@ class Run:
             seed=_seed_of_draws(self.seed),
         )
 
+    def _parallel(self) -> nn.Module:
+        if self.pruner is None:
+            return DistributedDataParallel(self.model)
+        return DataParallel(self.model, self.pruner)
+
+    def loss_on(self, net: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss of a training batch; of this rank's part, so that the mean of the ranks is that."""
+        with self.machine.autocast():
+            output = net(inputs)
+            if self.ranks.size == 1:
+                return loss_of(self.task.kind, output, labels)
+            weight = self.loader.weight(self.loader.batch - 1)
+            return weight * loss_of(self.task.kind, output, labels) if len(labels) else 0 * output.sum()
+
     def _compile(self) -> None:
         if self.pruner is not None:
             self.pruner.compile()
@@ -147,6 +171,10 @@ class Run:
     # -- on disk --------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
+        """The checkpoint, by the first rank; all ranks call it."""
+        loss = self.ranks.sum(self.loss.clone()) / self.ranks.size
+        if not self.ranks.first:
+            return
         state = {
             "recipe": self.recipe.model_dump_json(),
             "seed": self.seed,
@@ -160,7 +188,7 @@ class Run:
             "load": None if self.ledger is None else asdict(self.ledger.load),
             "history": json.dumps(self.history),
             "rates": json.dumps(self.rates),
-            "loss": self.loss,
+            "loss": loss,
             "seconds": self.clock.seconds,
         }
         buffer = io.BytesIO()  # torch.save reports a full disk as an error of its own format
@@ -203,6 +231,8 @@ class Run:
 
     def report(self, folder: Path) -> None:
         """The run so far, for people and their tools."""
+        if not self.ranks.first:
+            return
         write_csv(folder / "metrics.csv", self.history)
         if self.pruner is not None:
             write_csv(folder / "thetas.csv", self.rates)
