@@ -1,5 +1,6 @@
 """Files that are there whole or not at all."""
 
+import contextlib
 import csv
 import io
 import os
@@ -7,6 +8,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+PARTS = ".*.part"  # what a process that was killed while it wrote leaves behind
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Whether the folder is this process's own for a while; the lock goes with the process, however it ends.
+
+    Where the system has no locks, it is.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield True
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # some network file systems
+            pass
+        yield True
+    finally:
+        os.close(handle)
+
+
+def remove_parts(folder: Path) -> None:
+    """Clear away what a killed process has left of a file that it was writing."""
+    for part in folder.glob(PARTS):
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 @contextmanager

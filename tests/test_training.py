@@ -16,7 +16,7 @@ import shallower
 from shallower import data
 from shallower.data import Samples
 from shallower.recipes import Recipe, recipe
-from shallower.training import Interrupted, Machine, Result, RunError, loop, train, train_against_dense
+from shallower.training import Interrupted, Machine, Result, RunError, train, train_against_dense
 from shallower.training.result import loss_of
 from shallower.training.run import Run
 
@@ -87,7 +87,7 @@ def test_an_interrupted_run_resumes_to_the_same_end_bit_for_bit(digits, tmp_path
         return loss_of(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "loss_of", interrupting)
+        patched.setattr("shallower.training.run.loss_of", interrupting)
         with pytest.raises(Interrupted, match="--resume"):
             train(quick(**fields), digits, tmp_path / "part", seed=3)
     resumed = train(quick(**fields), digits, tmp_path / "part", seed=3, resume=True)

@@ -5,7 +5,7 @@ import math
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 
 from shallower import store
 from shallower.data import Task
-from shallower.files import write_csv, write_text
+from shallower.files import locked, remove_parts, write_csv, write_text
 from shallower.ledger import block_costs, count_macs, count_parameters, synchronize
 from shallower.pruner import Pruner
 from shallower.recipes import Recipe, label
@@ -60,12 +60,13 @@ def train(
     `report` is called now and then in an epoch, `note` after each; `worth` measures what survivors earn.
     """
     options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
-    run = _begin(recipe, task, Path(folder), **options)
-    with _stopping() as stop:
-        for _ in _epochs(run, Path(folder), stop, report, note):
-            pass
-    _check_stopped(stop, Path(folder))
-    return _finish(run, Path(folder), worth=worth)
+    with ExitStack() as held:
+        run = _begin(recipe, task, Path(folder), held, **options)
+        with _stopping() as stop:
+            for _ in _epochs(run, Path(folder), stop, report, note):
+                pass
+        _check_stopped(stop, Path(folder))
+        return _finish(run, Path(folder), worth=worth)
 
 
 def train_against_dense(
@@ -86,18 +87,19 @@ def train_against_dense(
         raise RunError(f"{recipe.name} is dense itself (log_gamma is null); choose a recipe that prunes.")
     folders = Path(folder), Path(folder) / "dense"
     twin = recipe.model_copy(update={"log_gamma": None})
-    runs = [_begin(recipe, task, folders[0], **options)]
-    if options.get("resume") and not (folders[1] / CHECKPOINT).exists():  # stopped before the twin's first
-        options = {**options, "resume": False, "overwrite": True}
-    runs.append(_begin(twin, task, folders[1], **options))
-    with _stopping() as stop:
-        turns = [_epochs(run, where, stop, report, note) for run, where in zip(runs, folders, strict=True)]
-        for _ in zip_longest(*turns):
-            pass
-    _check_stopped(stop, folders[0])
-    pruned, dense = (_finish(run, where, worth=worth) for run, where in zip(runs, folders, strict=True))
-    if runs[0].ranks.first:
-        write_text(folders[0] / COMPARISON, json.dumps(compare(pruned, dense), indent=2))
+    with ExitStack() as held:
+        runs = [_begin(recipe, task, folders[0], held, **options)]
+        if options.get("resume") and not (folders[1] / CHECKPOINT).exists():  # stopped before the twin's
+            options = {**options, "resume": False, "overwrite": True}
+        runs.append(_begin(twin, task, folders[1], held, **options))
+        pairs = list(zip(runs, folders, strict=True))
+        with _stopping() as stop:
+            for _ in zip_longest(*(_epochs(run, where, stop, report, note) for run, where in pairs)):
+                pass
+        _check_stopped(stop, folders[0])
+        pruned, dense = (_finish(run, where, worth=worth) for run, where in pairs)
+        if runs[0].ranks.first:
+            write_text(folders[0] / COMPARISON, json.dumps(compare(pruned, dense), indent=2))
     return pruned, dense
 
 
@@ -105,19 +107,24 @@ def _begin(
     recipe: Recipe,
     task: Task,
     folder: Path,
+    held: ExitStack,
     *,
     seed: int = 0,
     machine: Machine | None = None,
     resume: bool = False,
     overwrite: bool = False,
 ) -> Run:
+    """Check everything, then take the folder."""
     _check_folder(folder, resume=resume, overwrite=overwrite)
     run = Run(recipe, task, seed=seed, machine=machine or Machine())
     run.ranks.wait()  # before the folder that all have checked changes
     if resume:
         run.resume(folder)
     if run.ranks.first:
-        _make_folder(folder, clear=overwrite and not resume)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not held.enter_context(locked(folder)):
+            raise RunError(f"Another process trains in {folder}. Wait for it, or choose another with --out.")
+        _clear(folder, replace=overwrite and not resume)
         _describe(run, folder, costs=not resume)
     return run
 
@@ -318,10 +325,10 @@ def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
         )
 
 
-def _make_folder(folder: Path, *, clear: bool) -> None:
-    """Make the folder; of an old run in it, all that a new one would not write over goes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if clear:
+def _clear(folder: Path, *, replace: bool) -> None:
+    """What a killed process has left goes; of a run that is replaced, all that would not be written over."""
+    remove_parts(folder)
+    if replace:
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
