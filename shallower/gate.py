@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shallower.compilation import Compiled, Compiler
-from shallower.graphs import MIXIN, compiled, frozen_statistics, source, used_modules
+from shallower.graphs import MIXIN, compiled, frozen_statistics, held_numbers, source, used_modules
 from shallower.split import Block, Owned, linear_parameters, split
 from shallower.watch import Watch, inner, new_xi
 
@@ -82,7 +82,7 @@ class Gate:
         self.code = [source(part) for part in parts]
         self.head, self.branch, self.skip, self.tail = map(compiled, parts)
         self.inside = list(used_modules(self.module, block.branch))
-        self.constants = _constants(self.module)
+        self.constants = held_numbers(self.module)
         self.inputs = inspect.signature(type(self.module).forward).parameters
         self._read(linear_parameters(self.module, block) if self.wants_free else [])
 
@@ -223,7 +223,7 @@ class Gate:
 
     def _check_constants(self) -> None:
         """Numbers that the module holds are written into its parts; they must not have changed since."""
-        now = _constants(self.module)
+        now = held_numbers(self.module)
         if now == self.constants:
             return
         with plain(self.module):
@@ -268,11 +268,6 @@ class Gate:
                 f"The block {self.name!r} was split by hand, and a pickled copy cannot know how: "
                 "copy the model with copy.deepcopy, or save its state_dict()."
             )
-
-
-def _constants(module: nn.Module) -> dict[str, Any]:
-    plain_types = (int, float, bool, str)
-    return {k: v for k, v in vars(module).items() if type(v) in plain_types and k != "training"}
 
 
 def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:

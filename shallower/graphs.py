@@ -1,5 +1,6 @@
 """torch.fx graphs as parts of a module: traced, cut out, chained, and run over the module's own children."""
 
+import copy
 import inspect
 import operator
 import random
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -60,9 +62,11 @@ def trace_modes(
         for mode in (True, False):
             for m in modes:
                 m.training = mode
-            with _without_dice():
+            with _without_dice(), _without_switches():
                 fixed = defaults(module) if forward is None else None
-                graphs.append(tracer().trace(_shadow(module, forward), concrete_args=fixed))
+                shadow, before = _shadow(module, forward)
+                graphs.append(tracer().trace(shadow, concrete_args=fixed))
+                _check_unwritten(shadow, before)
     except Untraceable:
         raise
     except Exception as error:  # torch.fx lets through whatever a user's forward raises on a symbolic input
@@ -87,27 +91,99 @@ def defaults(module: nn.Module) -> dict[str, Any]:
     return {p.name: p.default for p in arguments if p.default is not p.empty}
 
 
-def _shadow(module: nn.Module, forward: Callable[..., Any] | None) -> nn.Module:
-    """`module` over the same children and parameters; what a forward writes to itself is written here."""
+def _shadow(
+    module: nn.Module, forward: Callable[..., Any] | None
+) -> tuple[nn.Module, dict[str, tuple[Any, Any]]]:
+    """`module` over the same children and parameters; what a forward writes to itself is written here.
+
+    Beside it, its attributes: each with what stood in it, if it is a container.
+    """
     cls = type(module)
     own = {"forward": forward, "__module__": cls.__module__}
     shadow: nn.Module = object.__new__(cls if forward is None else type(cls.__name__, (cls,), own))
-    vars(shadow).update(vars(module))
+    own_state = {k: copy.copy(v) if _is_container(k, v) else v for k, v in vars(module).items()}
+    vars(shadow).update(own_state)
+    before = {k: (v, copy.copy(v) if _is_container(k, v) else None) for k, v in own_state.items()}
     gone = {name: nn.Parameter(torch.empty(0)) for name in vars(module).get(GONE, ())}
     vars(shadow)["_parameters"] = {**module._parameters, **gone}
     vars(shadow)["_buffers"] = {n: b if b is None else b.clone() for n, b in module._buffers.items()}
-    return shadow
+    return shadow, before
+
+
+INTERNAL = frozenset(vars(nn.Module()))
+
+
+def _is_container(name: str, value: Any) -> bool:
+    return name not in INTERNAL and type(value) in (list, dict, set)
+
+
+def _check_unwritten(shadow: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
+    """A value that a forward leaves in its module would be that of the trace, for ever."""
+    for name, value in vars(shadow).items():
+        if name in INTERNAL or name.startswith("_tensor_constant"):
+            continue
+        old, content = before.get(name, (None, None))
+        grown = content is not None and (
+            len(value) != len(content) or any(a is not b for a, b in zip(value, content, strict=True))
+        )
+        if grown or (value is not old and not isinstance(value, bool | int | float | str | None)):
+            raise Untraceable(f"its forward writes to itself ({name}), which tracing would freeze")
+
+
+@contextmanager
+def _without_switches() -> Iterator[None]:
+    """A graph knows nothing of contexts: a forward must neither enter one nor ask for it."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise Untraceable(
+            "its forward switches gradients or autocast, or asks for them, which tracing would lose"
+        )
+
+    places: list[tuple[Any, str]] = [
+        *((torch, n) for n in ("is_grad_enabled", "set_grad_enabled", "is_autocast_enabled")),
+        *((kind, "__enter__") for kind in (torch.autocast, torch.inference_mode)),
+    ]
+    before = [getattr(owner, name) for owner, name in places]
+    for owner, name in places:
+        setattr(owner, name, refuse)
+    try:
+        yield
+    finally:
+        for (owner, name), old in zip(places, before, strict=True):
+            setattr(owner, name, old)
+
+
+SIMPLE = {bool, int, float, str, type(None)}
+
+
+def held_numbers(module: nn.Module) -> dict[str, str]:
+    """The plain values that a module holds, itself or in a configuration: tracing writes them into graphs."""
+    found = {}
+    for name, value in vars(module).items():
+        if name in INTERNAL or name.startswith("shallower_"):
+            continue
+        if type(value) in SIMPLE:
+            found[name] = repr(value)
+        elif type(value) in (list, tuple):
+            found[name] = repr([v for v in value if type(v) in SIMPLE])
+        elif not isinstance(value, nn.Module | Tensor | type) and not callable(value):
+            inside = value if type(value) is dict else getattr(value, "__dict__", {})
+            found |= {f"{name}.{k}": repr(v) for k, v in list(inside.items()) if type(v) in SIMPLE}
+    return found
 
 
 @contextmanager
 def _without_dice() -> Iterator[None]:
-    before = torch.get_rng_state(), random.getstate()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
     try:
         yield
+        now = np.random.get_state(legacy=False)
         drawn = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+        drawn = drawn or repr(now) != repr(before[2])
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
+        np.random.set_state(before[2])
     if drawn:
         raise Untraceable("its forward draws random numbers, which tracing would freeze")
 
@@ -230,11 +306,19 @@ def is_sequential(module: nn.Module) -> bool:
 
 
 def husk(module: nn.Module | None) -> nn.Module:
-    """Nothing in the place of a module, but for its plain attributes, which others may read."""
+    """Nothing in the place of a module, but what others may read of it: its plain attributes, and of its
+    parameters all but the values, as in `self.norm.weight.dtype`."""
     empty = nn.Identity()
-    plain = {k: v for k, v in vars(module).items() if type(v) in (bool, int, float, str)}
-    vars(empty).update(plain)
+    if module is not None:
+        plain = {k: v for k, v in vars(module).items() if type(v) in (bool, int, float, str)}
+        tensors = {k: _no_values(p) for k, p in module._parameters.items() if p is not None}
+        # Outside of the tree of modules: nothing of this is a parameter or a child.
+        vars(empty).update(plain, **tensors, **{k: husk(m) for k, m in module._modules.items()})
     return empty
+
+
+def _no_values(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -254,7 +338,7 @@ def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     buffers = [
         b for m in modules if not isinstance(m, _NormBase) for b in m._buffers.values() if b is not None
     ]
-    before = [b.clone() for b in buffers]
+    before, versions = [b.clone() for b in buffers], list(map(_version, buffers))
     for norm in norms:
         norm.track_running_stats = False
     try:
@@ -262,8 +346,16 @@ def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for norm in norms:
             norm.track_running_stats = True
-        for buffer, old in zip(buffers, before, strict=True):
-            buffer.copy_(old)
+        for buffer, old, version in zip(buffers, before, versions, strict=True):
+            if (
+                version is None or _version(buffer) != version
+            ):  # to write it is seen by autograd, if somebody else has saved it
+                buffer.copy_(old)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; inference tensors do not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 @contextmanager

@@ -122,13 +122,14 @@ class Pruner:
         }
         self._sizes = [sum(p.numel() for p in self._prunable[name]) for name in self.names]
         self.ranks = Ranks(process_group)
-        self.ranks.check_same(
-            blocks=(self.names, self._sizes),
-            seed=seed,
-            theta=(theta, theta_lr, tolerance),
-            dataset_size=dataset_size,
-            log_gamma=(self.log_gamma(0), self.multipliers.tolist()),
-        )
+        if self.ranks.size > 1:
+            self.ranks.check_same(
+                blocks=(self.names, self._sizes),
+                seed=seed,
+                theta=(theta, theta_lr, tolerance),
+                dataset_size=dataset_size,
+                log_gamma=(self.log_gamma(0), self.multipliers.tolist()),
+            )
         self._unaliased = unaliased(model, found)
         # Everything is checked; from here on the model changes.
         self.gates = {name: self._attach(name, theta) for name in self.names}

@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from shallower.graphs import compiled
+from shallower.graphs import compiled, held_numbers
 from shallower.sums import Sum
 
 WEAVE = "shallower_weave"  # where a module keeps its gates
 Side = tuple[str, int, str | None]  # a child, an element of what it returns, and the input that this is
-PLAIN = {bool, int, float, str}
 
 
 @dataclass
@@ -77,12 +76,10 @@ def at_gate(module: nn.Module, index: int, skip: Tensor, *reads: Any) -> Tensor:
 
 
 def constants(module: nn.Module, opened: Iterable[type]) -> tuple[Any, ...]:
-    """The plain attributes of a module and of its opened children, which tracing writes into its forward."""
+    """The plain values of a module and of its opened children, which tracing writes into its forward."""
     kinds = tuple(opened)
     owners = (module, *(m for m in module.modules() if type(m) in kinds)) if kinds else (module,)
-    return tuple(
-        (k, repr(v)) for m in owners for k, v in vars(m).items() if type(v) in PLAIN and k != "training"
-    )
+    return tuple(item for m in owners for item in held_numbers(m).items())
 
 
 def known_values(graph: fx.Graph, sides: Sequence[Side]) -> dict[fx.Node, Any]:

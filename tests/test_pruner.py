@@ -857,7 +857,7 @@ def test_blocks_in_a_plain_list_are_not_run_silently_once_removed():
     ("finder", "message"),
     [
         (lambda model: [*shallower.find_blocks(model), *shallower.find_blocks(model)], "it stands 2 times"),
-        (lambda model: [replace(shallower.find_blocks(model)[0], name="9")], "the model has none"),
+        (lambda model: [replace(shallower.find_blocks(model)[0], name="9")], "the model has no such block"),
         (lambda model: [shallower.split(model[1], name="1"), _inner(model)], "inside of '1'"),
         ("1", r"blocks=\['1'\]"),
     ],
