@@ -50,12 +50,13 @@ def survey(model: nn.Module, example: Any = None, *, whole: bool = False) -> Sur
     order = [name for name, _ in model.named_modules()]
     calls = None if example is None else record_calls(model, example)
     opened = joins(model, calls)
-    blocks: dict[str, list[AnyBlock]] = _layers(model, calls) if whole and calls is not None else {}
+    blocks: dict[str, list[AnyBlock]] = {}
     rejected: dict[str, str] = {}
+    if whole and calls is not None:
+        blocks, rejected = _layers(model, calls)
+        return _in_order(order, blocks, rejected)
     for name, module in reversed(list(model.named_modules())):  # children before their parents
         if not _candidate(module) or (calls is not None and name not in calls):
-            continue
-        if whole and (name in blocks or any(name.startswith(f"{layer}.") for layer in blocks)):
             continue
         inside = f"{name}." if name else ""
         inner = [block for other in blocks if other.startswith(inside) for block in blocks[other]]
@@ -64,12 +65,22 @@ def survey(model: nn.Module, example: Any = None, *, whole: bool = False) -> Sur
         except NotResidual as no:
             if no.near and not inner and not any(other.startswith(inside) for other in rejected):
                 rejected[name] = str(no)
+    return _in_order(order, blocks, rejected)
+
+
+def _in_order(
+    order: Sequence[str], blocks: Mapping[str, Sequence[AnyBlock]], rejected: Mapping[str, str]
+) -> Survey:
     found = [block for name in order for block in blocks.get(name, ())]
     return Survey(found, {n: rejected[n] for n in order if n in rejected and not _belongs(n, found)})
 
 
-def _layers(model: nn.Module, calls: Mapping[str, Called]) -> dict[str, list[AnyBlock]]:
+def _layers(
+    model: nn.Module, calls: Mapping[str, Called]
+) -> tuple[dict[str, list[AnyBlock]], dict[str, str]]:
+    """The layers of lists that are blocks as wholes, and why others are not."""
     found: dict[str, list[AnyBlock]] = {}
+    rejected: dict[str, str] = {}
     for path, parent in model.named_modules():
         if not isinstance(parent, nn.ModuleList | nn.Sequential) or any(
             path.startswith(f"{n}.") for n in found
@@ -78,11 +89,16 @@ def _layers(model: nn.Module, calls: Mapping[str, Called]) -> dict[str, list[Any
         for child, module in parent.named_children():
             name = f"{path}.{child}" if path else child
             if name in calls and _candidate(module):
-                block, _ = find_whole(name, module, calls[name].args, calls[name].kwargs)
-                if block is not None:
-                    _check_ownership(model, block, module)
-                    found[name] = [block]
-    return found
+                look = find_whole(name, module, calls[name].args, calls[name].kwargs)
+                try:
+                    if look.block is None:
+                        raise NotResidual(look.reason, near=look.adds)
+                    _check_ownership(model, look.block, module)
+                    found[name] = [look.block]
+                except NotResidual as no:
+                    if no.near:
+                        rejected[name] = f"as a whole: {no}"
+    return found, rejected
 
 
 def _belongs(name: str, blocks: Sequence[AnyBlock]) -> bool:
@@ -114,11 +130,11 @@ def _blocks_in(
         strands = find_strands(name, module, called, opened, [block.path for block in inner])
     except NotResidual as no:
         if called is not None and not inner:
-            whole, adds = find_whole(name, module, called.args, called.kwargs)
-            if whole is not None:
-                _check_ownership(model, whole, module)
-                return [whole]
-            no.near = no.near and adds
+            look = find_whole(name, module, called.args, called.kwargs)
+            if look.block is not None:
+                _check_ownership(model, look.block, module)
+                return [look.block]
+            no.near = no.near and look.adds
         # Of the two reasons, that of the sums knows more, unless there was nothing to look at.
         lost = isinstance(no.__cause__, Untraceable)
         raise refusal if refusal and no.near and lost else no from no

@@ -1,6 +1,5 @@
 """Find the residual sums in a model's modules, each looked at as the model calls it."""
 
-import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shallower.graphs import Untraceable, ancestors, author, in_mode, same_dice
+from shallower.graphs import Untraceable, ancestors, author, copied, in_mode, same_dice
 from shallower.rewrite import Side, element_of_child, known_values
 from shallower.split import NotResidual, overwritten, terms
 from shallower.sums import (
@@ -65,7 +64,8 @@ def record_calls(model: nn.Module, example: Any) -> dict[str, Called]:
             call, values = arrange(inspect.signature(author(module).forward), args, kwargs)
         except Untraceable:
             return
-        found.setdefault(name, Called(call, _own(values), args, kwargs))
+        if name not in found:
+            found[name] = Called(call, _own(values), *_as_given(args, kwargs))
 
     handles = []
     for name, module in model.named_modules():
@@ -201,9 +201,13 @@ def _same_shape(found: Sum, ran: Recorder | None) -> bool:
     return ran.shapes[found.skip] == ran.shapes[found.total] == ran.shapes[found.branch]
 
 
+def _as_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return copied(args), copied(kwargs)
+
+
 def _own(values: Sequence[Any]) -> list[Any]:
     """Caches and the like change when a module runs."""
-    return [value if isinstance(value, Tensor) else copy.deepcopy(value) for value in values]
+    return [copied(value) for value in values]
 
 
 def _sides(sums: Iterable[Sum]) -> tuple[Side, ...]:

@@ -199,10 +199,12 @@ class Gate:
             return self.tail(
                 module, Watch.apply(skip + branch, branch, new_xi(self.credits), self.alias)
             )  # (1), xi = 1
-        if watching:
+        if self.watching:
+            # Without gradients, too, as in the first pass of reentrant checkpointing: it throws dice.
             with torch.no_grad(), frozen_statistics(self.inside):
                 idle = self.branch(module, z)
             self._check_shapes(skip, idle)
+        if watching:
             return self.tail(
                 module, Watch.apply(skip, idle, new_xi(self.credits), self.alias)
             )  # (1) with xi = 0

@@ -380,3 +380,14 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def copied(values: Any) -> Any:
+    """Arguments as they were given: tensors themselves, everything else copied."""
+    if isinstance(values, Tensor):
+        return values
+    if type(values) in (tuple, list):
+        return type(values)(map(copied, values))
+    if type(values) is dict:
+        return {key: copied(value) for key, value in values.items()}
+    return copy.deepcopy(values)

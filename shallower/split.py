@@ -202,16 +202,28 @@ def _operands(
             "`nn.Sequential(shallower.Residual(first), shallower.Residual(second))`"
         )
     skip = which_is_skip(module, graph, left, right, start)
+    if skip is not start and holds(skip, start):
+        raise NotResidual(f"it adds more than one branch to its input; {REWRITE}, each in one of its own")
     return skip, right if skip is left else left, start
+
+
+def holds(node: fx.Node, start: fx.Node) -> bool:
+    """Whether a value is `start` itself with something added to it, or nothing."""
+    if node is start:
+        return True
+    is_sum = node.op in ("call_function", "call_method") and node.target in SUMS
+    return is_sum and any(isinstance(term, fx.Node) and holds(term, start) for term in terms(node))
 
 
 def which_is_skip(
     module: nn.Module, graph: fx.Graph, left: fx.Node, right: fx.Node, start: fx.Node
 ) -> fx.Node:
-    """The skip is the input itself; else what has no parameters; else what is linear; else the smaller,
-    if it is one layer or both are linear."""
+    """The skip is the input itself, or what was added to it before; else what has no parameters; else what
+    is linear; else the smaller, if it is one layer or both are linear."""
     if start in (left, right):
         return start
+    if holds(left, start) != holds(right, start):
+        return left if holds(left, start) else right
     if type(module).forward is Residual.forward:  # its author has told
         return left
     parts = {node: extract(graph, start, node) for node in (left, right)}

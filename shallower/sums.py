@@ -301,9 +301,14 @@ def _skip_and_branch(
 ) -> tuple[fx.Node, fx.Node]:
     if left is right:
         raise _NoSkip
-    for skip, branch in ((left, right), (right, left)):
+    pairs = ((left, right), (right, left))
+    for skip, branch in pairs:
         if skip in ancestors(branch) and skip.op != "get_attr":
             return skip, branch
+    # x + attention(x) + mlp(x): what a branch starts from, with another branch added to it before.
+    over = [(skip, branch) for skip, branch in pairs if adds_two(skip) and _bases(skip) & ancestors(branch)]
+    if len(over) == 1:
+        return over[0]
     starts = [n for n in inputs if n in ancestors(left) and n in ancestors(right)]
     if not starts:
         raise _NoSkip
@@ -314,6 +319,13 @@ def _skip_and_branch(
         raise _NoSkip
     skip = which_is_skip(module, graph, left, right, fork[0])
     return skip, right if skip is left else left
+
+
+def _bases(node: fx.Node) -> set[fx.Node]:
+    """The values to which a sum, or a sum of sums, adds the others."""
+    if not adds_two(node):
+        return {node} if node.op != "get_attr" else set()
+    return set().union(*(_bases(term) for term in terms(node)))
 
 
 def _region(

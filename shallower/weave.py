@@ -104,10 +104,12 @@ class SumGate(Gate):
             if self.may_run_whole():
                 return skip + branch
             return Watch.apply(skip + branch, branch, new_xi(self.credits), self.alias)  # (1), xi = 1
-        if watching:
+        if self.watching:
+            # Without gradients, too, as in the first pass of reentrant checkpointing: it throws dice.
             with torch.no_grad(), frozen_statistics(self.inside):
                 idle = self.branch(module, *reads)
             self._check_shapes(skip, idle)
+        if watching:
             return Watch.apply(skip, idle, new_xi(self.credits), self.alias)  # (1) with xi = 0
         return skip if self.alias else skip.clone()
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shallower.compilation import Compiler
 from shallower.gate import GATE, Gate, Gated, derived
-from shallower.graphs import author, frozen_statistics, husk, in_mode, same_dice
+from shallower.graphs import author, copied, frozen_statistics, husk, in_mode, same_dice
 from shallower.watch import Watch, new_xi
 
 WHOLE = "shallower_whole"
@@ -32,6 +32,7 @@ class Whole:
     name: str
     first: str  # its input, as the forward calls it
     rest: tuple[int | str | None, ...] | None  # None: it returns the sum alone
+    flags: tuple[str, ...] = ()  # the arguments that were True on the example, on which `rest` may depend
     overwrites: bool = True  # nobody knows
 
     @property
@@ -48,6 +49,12 @@ class Whole:
         """What the module returns if its sum is `total`."""
         if self.rest is None:
             return total
+        asked = [name for name, value in kwargs.items() if value is True and name not in self.flags]
+        if self.rest and asked:
+            raise TypeError(
+                f"The layer {self.name!r} is called with {asked[0]}=True, which it was not on the example: "
+                "what it returns beside its sum is not known. Call it as on the example."
+            )
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(kwargs.items())
         return (total, *(None if place is None else given.get(place) for place in self.rest))
@@ -96,28 +103,43 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
 
 
-def find_whole(
-    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Whole | None, bool]:
-    """The module as one block, if the example shows that it adds to its first input; and whether it adds
-    anything to it at all."""
+@dataclass(frozen=True)
+class Look:
+    """What an example shows of a module: the block, or why it is none, and whether it adds to its input."""
+
+    block: Whole | None
+    reason: str = ""
+    adds: bool = True
+
+
+def find_whole(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look:
+    """The module as one block, if the example shows that it adds to its first input and does nothing else."""
     names = list(inspect.signature(author(module).forward).parameters)[1:]
     z = args[0] if args else kwargs.get(names[0]) if names else None
     if not isinstance(z, Tensor) or not z.is_floating_point():
-        return None, True
-    others = {name: value for name, value in kwargs.items() if args or name != names[0]}
+        return Look(None, "its first input is no tensor of numbers")
     seen: list[Whole | None] = []
     adds = False
     for training in (False, True):
         sums = _Sums(z.clone())
+        # Caches and the like change when a module runs.
+        mine, named = copied(args), copied(kwargs)
+        mine, named = ((sums.source, *mine[1:]), named) if args else (mine, {**named, names[0]: sums.source})
+        version = sums.source._version
         try:
-            with torch.no_grad(), in_mode(module, training=training), same_dice(module), sums:
-                out = module(sums.source, *args[1:], **others)
-        except Exception:  # whatever the module raises when it is run by itself
-            return None, True
+            with torch.no_grad(), in_mode(module, training=training), same_dice(module, seed=0), sums:
+                out = module(*mine, **named)
+            seen.append(_whole(name, names[0], z, out, sums, mine, named))
+        except Exception as error:  # whatever the module raises when it is run by itself
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            return Look(None, f"it cannot be run by itself on the example ({reason})")
         adds = adds or sums.added
-        seen.append(_whole(name, names[0], z, out, sums, args, kwargs))
-    return (seen[0] if seen[0] == seen[1] else None), adds
+        if sums.source._version != version:
+            return Look(None, "it overwrites its input in place", adds)
+    if seen[0] is None or seen[0] != seen[1]:
+        reason = "it does more to its input than to add to it, or returns more than its input tells"
+        return Look(None, reason, adds)
+    return Look(seen[0])
 
 
 def _whole(
@@ -129,7 +151,8 @@ def _whole(
     rest = _rest(beside, args, kwargs)
     if rest is None or _is_same(first, sums.source) or not sums.holds(sums.source):
         return None
-    return Whole(name, source, rest if isinstance(out, tuple) else None)
+    flags = tuple(name for name, value in kwargs.items() if value is True)
+    return Whole(name, source, rest if isinstance(out, tuple) else None, flags)
 
 
 def _rest(
@@ -189,10 +212,12 @@ class WholeGate(Gate):
                 return out, beside
             added = out.detach() - z.detach()
             return Watch.apply(out, added, new_xi(self.credits), self.alias), beside  # (1), xi = 1
-        if not watching:
+        if not self.watching:
             return z.clone(), None
         with torch.no_grad(), frozen_statistics(self.inside):
             out, beside = run()
+        if not watching:  # as in the first pass of reentrant checkpointing, whose dice must be the same
+            return z.clone(), beside
         return Watch.apply(z, out - z, new_xi(self.credits), False), beside  # (1) with xi = 0
 
     def __getstate__(self) -> dict[str, Any]:
