@@ -11,9 +11,10 @@ from torch import fx, nn
 from shallower.discovery import Called, find_strands, joins, record_calls
 from shallower.fitting import AnyBlock
 from shallower.gate import Gated
-from shallower.graphs import OwnForward, Untraceable, trace_modes
+from shallower.graphs import OwnForward, Untraceable, compiled, trace_modes
 from shallower.residual import Residual
 from shallower.split import VIEWS, Block, NotResidual, overwritten, split
+from shallower.verify import fault
 from shallower.whole import find_whole
 
 FRESH = {operator.add, operator.sub, operator.mul, torch.add, torch.cat, torch.relu, "mean", "size", "add"}
@@ -121,6 +122,8 @@ def _blocks_in(
         try:
             block = split(module, name=name)
             _check_ownership(model, block, module)
+            if called is not None:
+                _check_on_example(module, block, called)
             return [block]
         except NotResidual as no:
             if type(module).forward is Residual.forward:
@@ -134,10 +137,11 @@ def _blocks_in(
             if look.block is not None:
                 _check_ownership(model, look.block, module)
                 return [look.block]
-            no.near = no.near and look.adds
+            no.near = no.near and (look.adds or (refusal is not None and refusal.near))
         # Of the two reasons, that of the sums knows more, unless there was nothing to look at.
-        lost = isinstance(no.__cause__, Untraceable)
-        raise refusal if refusal and no.near and lost else no from no
+        lost = no.near and isinstance(no.__cause__, Untraceable)
+        certain = refusal is not None and refusal.near and not no.near
+        raise refusal if refusal and (lost or certain) else no from no
     kept = []
     for strand in strands:
         try:
@@ -148,6 +152,31 @@ def _blocks_in(
     if not kept:
         raise refusal or NotResidual("it computes no sum of two functions of its input", near=False)
     return list(kept)
+
+
+def _check_on_example(module: nn.Module, block: Block, called: Called) -> None:
+    """Skip and branch must give what the module gives, and the skip alone something of that shape."""
+    head, branch, skip, tail = (compiled(getattr(block, part)) for part in ("head", "branch", "skip", "tail"))
+
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        z = head(module, args[0] if args else next(iter(kwargs.values())))
+        left, right = skip(module, z), branch(module, z)
+        if left.shape != right.shape:
+            raise NotResidual(
+                f"its skip gives {tuple(left.shape)}, its branch {tuple(right.shape)}: without the branch it "
+                "would change its shape"
+            )
+        return tail(module, left + right)
+
+    try:
+        wrong = fault(module, ours, (called.args, called.kwargs), may_write=block.overwrites)
+    except NotResidual:
+        raise
+    except Exception as error:  # whatever the module raises when it is run by itself
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise NotResidual(f"it cannot be run by itself on the example ({reason})") from error
+    if wrong is not None:
+        raise NotResidual(wrong)
 
 
 def _candidate(module: nn.Module) -> bool:

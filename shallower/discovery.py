@@ -1,7 +1,7 @@
 """Find the residual sums in a model's modules, each looked at as the model calls it."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from shallower.sums import (
     residual_sums,
     trace_call,
 )
+from shallower.verify import fault
 from shallower.weave import Strand
 
 
@@ -187,10 +188,22 @@ def _ran(module: nn.Module, graph: fx.Graph, called: Called) -> Recorder:
     try:
         with torch.no_grad(), in_mode(module, training=False), same_dice(module):
             recorder.run(*_own(called.values))
+        in_place = any(_overwrites_input(module, node) for node in graph.nodes)
+        wrong = fault(module, _rerun(module, graph), (called.args, called.kwargs), may_write=in_place)
+    except NotResidual:
+        raise
     except Exception as error:  # whatever the module raises when it is run by itself
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise NotResidual(f"it cannot be run by itself on the example ({reason})") from error
+    if wrong is not None:
+        raise NotResidual(wrong)
     return recorder
+
+
+def _rerun(module: nn.Module, graph: fx.Graph) -> Callable[..., Any]:
+    """What was traced, with the arguments of the module."""
+    forward = inspect.signature(author(module).forward)
+    return lambda *args, **kwargs: Recorder(module, graph).run(*arrange(forward, args, kwargs)[1])
 
 
 def _same_shape(found: Sum, ran: Recorder | None) -> bool:

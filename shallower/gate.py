@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from shallower.compilation import Compiled, Compiler
 from shallower.graphs import MIXIN, compiled, frozen_statistics, held_numbers, source, used_modules
 from shallower.split import Block, Owned, linear_parameters, split
+from shallower.verify import check_first_use
 from shallower.watch import Watch, inner, new_xi
 
 GATE, THETA = "shallower_gate", "shallower_theta"  # an attribute and a buffer of a gated module
@@ -41,6 +42,7 @@ class Gate:
     branch forward only.
     """
 
+    unseen = False  # whether it is to be looked at when it first runs, see `verify`
     shared: tuple[str, ...] = (*PARTS, "inputs", "constants", "compiled")  # with copies of itself
     head: Callable[[nn.Module, Tensor], Tensor]
     branch: Callable[[nn.Module, Tensor], Tensor]
@@ -50,7 +52,7 @@ class Gate:
     def __init__(
         self, block: Block, module: nn.Module, *, watching: bool = True, free: bool = True, alias: bool = True
     ) -> None:
-        self.name, self.module = block.name, module
+        self.name, self.module, self.overwrites = block.name, module, block.overwrites
         self.watching = watching  # whether `worth` is wanted; if not, a closed gate runs nothing
         self.wants_free = free  # whether Euler's identity may be used
         self.alias = alias  # whether a closed block may hand on its very input
@@ -156,6 +158,8 @@ class Gate:
         """The forward pass of the module, whose own forward is `whole`."""
         if self.replay:
             return self.replay.popleft().clone()
+        if self.unseen and self.compiled is None:
+            check_first_use(self.module, [self], (args, kwargs))
         z = args[0] if len(args) == 1 and not kwargs else self.input(args, kwargs)
         if not (self.xi and self.module.training and self.may_run_whole()):
             out = self._forward(z)
@@ -242,7 +246,7 @@ class Gate:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: compiled parts and hooks stay behind, and the copy splits its block again."""
-        kept = ("name", "module", "watching", "wants_free", "alias", "xi", "rate", "code")
+        kept = ("name", "overwrites", "module", "watching", "wants_free", "alias", "xi", "rate", "code")
         return {name: vars(self)[name] for name in kept if name in vars(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from shallower.sharding import check_sharded, is_sharded, leave_groups, leave_ro
 from shallower.split import Block
 from shallower.stacks import compact
 from shallower.state import VERSION, check_state
+from shallower.whole import Whole
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,9 @@ class Pruner:
         watching, free = not needs_loss(self.estimator), getattr(self.estimator, "free", True)
         # The output of a sharded module gets a hook, which must not be on its input.
         alias = name not in self._unaliased and not is_sharded(self._module(name))
-        return fit(self.model, self.blocks[name], theta, watching=watching, free=free, alias=alias)
+        gate = fit(self.model, self.blocks[name], theta, watching=watching, free=free, alias=alias)
+        gate.unseen = not isinstance(self.blocks[name], Whole)  # which run as their authors wrote them
+        return gate
 
     def _module(self, name: str) -> nn.Module:
         return self.model.get_submodule(self.blocks[name].path)

@@ -146,7 +146,7 @@ def trace_call(module: nn.Module, call: Call, *, opened: set[type] | None = None
     """The graphs of `module` called like that, in training (True) and in evaluation (False)."""
     train, evaluate = trace_modes(module, lambda: _Tracer(opened or set()), forward=_forward(module, call))
     for graph in (train, evaluate):
-        _tidy(graph)
+        _tidy(graph, module)
     return {True: train, False: evaluate}
 
 
@@ -162,14 +162,40 @@ def _forward(module: nn.Module, call: Call) -> Any:
     return scope["forward"]
 
 
-def _tidy(graph: fx.Graph) -> None:
-    """Checks go, and so do elements of tuples that nobody reads; a + alpha * b is written out."""
+def _tidy(graph: fx.Graph, module: nn.Module) -> None:
+    """Checks go, and so do elements of tuples that nobody reads; a + alpha * b is written out.
+
+    What a forward asks of a parameter but its values, as in `self.norm.weight.dtype`, is a constant.
+    """
+    for node in [n for n in graph.nodes if n.target is getattr and n.args[1] in ("dtype", "shape", "ndim")]:
+        of = node.args[0]
+        if isinstance(of, fx.Node) and of.op == "get_attr":
+            value = getattr(_attribute(module, str(of.target)), str(node.args[1]))
+            _put(node, value)
+            graph.erase_node(node)
+            if not of.users:
+                graph.erase_node(of)
     for node in reversed(list(graph.nodes)):
         idle = node.op == "call_function" and node.target in (operator.getitem, getattr) and not node.users
         if node.target in CHECKS or idle:
             graph.erase_node(node)
     for node in [n for n in graph.nodes if n.kwargs.get("alpha", 1) != 1]:
         write_out_alpha(graph, node)
+
+
+def _put(node: fx.Node, value: Any) -> None:
+    """A value in the place of a node, wherever it is read."""
+
+    def put(n: fx.Node) -> Any:
+        return value if n is node else n
+
+    for user in list(node.users):
+        user.args, user.kwargs = fx.map_arg(user.args, put), fx.map_arg(user.kwargs, put)
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    parent, _, name = path.rpartition(".")
+    return getattr(module.get_submodule(parent), name)
 
 
 # -- its sums -----------------------------------------------------------------------------------------
@@ -399,7 +425,12 @@ class Recorder(fx.Interpreter):
         self.shapes: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        given = [v for v in map(self.env.get, n.all_input_nodes) if isinstance(v, Tensor)]
+        before = [tensor._version for tensor in given]
         value = super().run_node(n)
+        written = n.op == "call_module" and before != [tensor._version for tensor in given]
+        if written and isinstance(self.module, nn.Module) and overwritten(self.module, n) is None:
+            raise NotResidual(f"{n.target} works in place on what it is given; write it out of place")
         if n.op == "placeholder" or n.target is operator.getitem:
             self.values[n] = value
         self.shapes[n] = getattr(value, "shape", None)

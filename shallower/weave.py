@@ -25,6 +25,7 @@ from shallower.graphs import GONE, author, frozen_statistics, husk
 from shallower.rewrite import WEAVE, Pattern, Side, constants, known_values, write
 from shallower.split import last_affine_parameters
 from shallower.sums import Call, Mark, Sum, arrange, marked_sums, trace_call
+from shallower.verify import check_first_use
 from shallower.watch import Watch, new_xi
 
 MOST = 64  # ways of being called that are remembered
@@ -136,7 +137,8 @@ class Weave:
 
     def pattern(self, call: Call, *, training: bool) -> Pattern:
         """The forward for that call; numbers that the module holds are written into it."""
-        held = constants(self.module, self.opened)
+        first = next(self.module.parameters(), None)
+        held = (*constants(self.module, self.opened), None if first is None else (first.dtype, first.device))
         if (call, training, held) not in self._patterns:
             if len(self._patterns) >= MOST:  # a constant that changes with every call
                 self._patterns.clear()
@@ -176,6 +178,9 @@ class Weave:
             )
 
     def run(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unseen = [gate for gate in self.gates.values() if gate.unseen and gate.compiled is None]
+        if unseen and not self.removed:
+            check_first_use(self.module, list(self.gates.values()), (args, kwargs))
         if not self.removed and self._all_open():
             compiled = next(iter(self.gates.values())).compiled
             return whole(*args, **kwargs) if compiled is None else compiled(self.module, *args, **kwargs)
@@ -327,7 +332,8 @@ def _drop(module: nn.Module, graph: fx.Graph, found: Sum) -> None:
     outside = [
         str(n.target) for n in graph.nodes if n not in found.region and n.op in ("call_module", "get_attr")
     ]
-    for target in dict.fromkeys(found.targets()):
+    nodes = sorted(found.region, key=lambda node: node.op == "get_attr")  # children before parameters
+    for target in dict.fromkeys(str(n.target) for n in nodes if n.op in ("call_module", "get_attr")):
         if any(t == target or t.startswith(f"{target}.") or target.startswith(f"{t}.") for t in outside):
             continue
         parent, _, name = target.rpartition(".")

@@ -89,12 +89,28 @@ class WaryNet(Net):
         return self.last(x)
 
 
+class Parallel(Layer):
+    """Two branches of one value, added in one expression."""
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, weights: bool = False) -> Any:
+        z = self.norm1(x)
+        mixed, _ = self.mixer(z, mask=mask)
+        return (x + mixed + self.scale * self.down(torch.relu(self.up(self.norm2(z)))),)
+
+
+class ParallelNet(Net):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Parallel() for _ in range(2))
+
+
 INPUTS, LABELS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 MASK = (torch.arange(8 * WIDTH).reshape(8, WIDTH) % 3 > 0).float()
 EXAMPLES: dict[str, Any] = {
     "alone": (Net, (INPUTS,)),
     "masked": (Net, {"x": INPUTS, "mask": MASK}),
     "whole": (WaryNet, (INPUTS, MASK)),
+    "parallel": (ParallelNet, {"x": INPUTS, "mask": MASK}),
 }
 
 
