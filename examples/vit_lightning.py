@@ -95,15 +95,14 @@ def throughput(module: nn.Module) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--price", type=float, default=0.02, help="in nats per image")
+    parser.add_argument("--prices", type=float, nargs="+", default=[0.001, 0.004], help="in nats per image")
     parser.add_argument("--depth", type=int, default=6)
     given = parser.parse_args()
     torch.set_num_threads(1)
     task = data.load("cifar10")
-    rows = {
-        "dense": train(task, given.steps, None, given.depth),
-        f"pruned, price {given.price:g}": train(task, given.steps, given.price, given.depth),
-    }
+    rows = {"dense": train(task, given.steps, None, given.depth)}
+    for price in given.prices:
+        rows[f"pruned, price {price:g}"] = train(task, given.steps, price, given.depth)
     print("| ViT | loss | accuracy % | blocks | parameters | training s | images/s |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, row in rows.items():

@@ -252,7 +252,13 @@ def inspect(
 
 
 def _inspect_model(name: str, as_json: bool) -> None:
-    found = inspection.inspect_model(*bring(name))
+    model, example = bring(name)
+    try:
+        found = inspection.inspect_model(model, example)
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: {error} Name a function that returns the model and such an example: my.module:build."
+        ) from error
     if as_json:
         print(json.dumps({"model": name, **inspection.as_json(found)}))
         return

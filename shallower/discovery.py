@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shallower.graphs import Untraceable, ancestors, author, copied, in_mode, same_dice
+from shallower.graphs import Untraceable, ancestors, author, copied, in_mode, no_fast_path, same_dice
 from shallower.rewrite import Side, element_of_child, known_values
 from shallower.split import NotResidual, overwritten, terms
 from shallower.sums import (
@@ -73,7 +73,7 @@ def record_calls(model: nn.Module, example: Any) -> dict[str, Called]:
         hook = lambda m, args, kwargs, name=name: keep(name, m, args, kwargs)  # noqa: E731
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
-        with torch.no_grad(), in_mode(model, training=False), same_dice(model):
+        with torch.no_grad(), in_mode(model, training=False), same_dice(model), no_fast_path():
             run_example(model, example)
     except Exception as error:  # whatever a model raises on what it cannot take
         raise ValueError(

@@ -19,10 +19,20 @@ def fit(model: nn.Module, block: AnyBlock, theta: float, **options: bool) -> Gat
     """Gate `block` in place."""
     module = model.get_submodule(block.path)
     if isinstance(block, Strand):
+        _without_nested_tensors(model, block.path)
         return attach_sum(module, block, theta, **options)
     if isinstance(block, Whole):
         return attach_whole(module, block, theta, **options)
     return attach(module, block, theta, **options)
+
+
+def _without_nested_tensors(model: nn.Module, path: str) -> None:
+    """PyTorch's encoder asks its first layer whether all may run on nested tensors; a gated one may not."""
+    parts = path.split(".")
+    for depth in range(len(parts)):
+        parent = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(parent, nn.TransformerEncoder):
+            parent.use_nested_tensor = False
 
 
 def fitted(model: nn.Module, block: AnyBlock) -> Gate | None:

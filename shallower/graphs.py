@@ -370,6 +370,17 @@ def same_dice(model: nn.Module, seed: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def no_fast_path() -> Iterator[None]:
+    """PyTorch's own encoders compute what their layers say, and not in one operator of their own."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """All of `model` in one mode for a while, with its running statistics frozen."""
     modes = {m: m.training for m in model.modules()}

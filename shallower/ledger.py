@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shallower.discovery import run_example
 from shallower.estimators import flip, needs_loss
 from shallower.gate import Gate
-from shallower.graphs import in_mode, same_dice
+from shallower.graphs import in_mode, no_fast_path, same_dice
 from shallower.pruner import Pruner
 
 STEP = 3  # forward and backward, in forward passes
@@ -325,10 +325,6 @@ def _closed(gate: Gate) -> Iterator[None]:
 @contextmanager
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """All of `model` in one mode for a while: nothing is learned, no statistics move, no dice are rolled."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # its operators are not counted
-    try:
-        with torch.no_grad(), in_mode(model, training=training), same_dice(model):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    # The operators of the fast path are not counted.
+    with no_fast_path(), torch.no_grad(), in_mode(model, training=training), same_dice(model):
+        yield

@@ -59,6 +59,12 @@ class PruningCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if args.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end would load the weights of a checkpoint with more layers into what is "
+                "left of the model, in part. Set it to False; a checkpoint that you prefer is loaded into a "
+                "model that `callback.resume(checkpoint)` has brought to its shape."
+            )
         scaler = getattr(kwargs.get("optimizer"), "scaler", None)  # of accelerate's wrapper, with fp16
         if scaler is not None:
             self.pruner.use_optimizer(self.pruner.optimizer, grad_scaler=scaler)

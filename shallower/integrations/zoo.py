@@ -21,15 +21,21 @@ def bring(name: str) -> Brought:
     if not what:
         raise ValueError(f"{name!r} names no model; there are {FORMS}.")
     if source in _SOURCES:
+        extra = "hf" if source == "transformers" else "vision"
         try:
             importlib.import_module(source)
-        except ImportError as error:
-            extra = "hf" if source == "transformers" else "vision"
+        except Exception as error:  # also one that was built for another torch
             raise ValueError(
                 f"{name!r} needs {source}, which cannot be imported ({error}): "
-                f"pip install 'shallower[{extra}]'"
+                f"pip install 'shallower[{extra}]', with versions that fit torch {torch.__version__}."
             ) from error
-        return _SOURCES[source](what)
+        try:
+            return _SOURCES[source](what)
+        except (ImportError, RuntimeError, AttributeError) as error:
+            raise ValueError(
+                f"{name!r} cannot be built ({error}). Write a function that returns the model and an example "
+                "of its input, and name it: my.module:build."
+            ) from error
     return _own(source, what)
 
 
@@ -92,7 +98,10 @@ def _own(module: str, function: str) -> Brought:
         build = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"There is no {module}:{function} ({error}); there are {FORMS}.") from error
-    made = build()
+    try:
+        made = build()
+    except Exception as error:
+        raise ValueError(f"{module}:{function}() raised {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(
             f"{module}:{function}() returned {type(made).__name__}; it must return the model and an example "
