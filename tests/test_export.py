@@ -85,3 +85,24 @@ def test_tied_weights_are_written_once(tmp_path):
 def test_an_unknown_form_is_named():
     with pytest.raises(ValueError, match=", ".join(FORMS)):
         export(nn.Identity(), EXAMPLE, "tflite", Path("nowhere"))
+
+
+class Words(nn.Module):
+    """Whole numbers and a mask in, two tensors out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.line = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, words: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = self.table(words)
+        return z + self.line(z) * mask.unsqueeze(-1), z.mean(1)
+
+
+@pytest.mark.parametrize("to", ["torch", "onnx"])
+def test_inputs_may_be_several_and_whole_numbers(tmp_path, to):
+    if to == "onnx":
+        pytest.importorskip("onnxscript")
+    words = torch.arange(10).reshape(2, 5) % 9
+    path = export(Words(), {"words": words, "mask": torch.ones(2, 5)}, to, tmp_path / FORMS[to][0])
+    assert path.exists()

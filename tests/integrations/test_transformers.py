@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from shallower import Pruner, apply_structure, find_blocks
+from shallower import Pruner, apply_structure, find_blocks, survey
 from shallower.discovery import run_example
+from shallower.whole import Whole
 from tests.integrations.laws import check_laws, tamed
 
 pytest.importorskip("transformers")
@@ -170,6 +171,79 @@ def test_a_model_without_some_layers_is_a_shallower_model_of_its_class(name, tmp
     assert type(original)(copy.deepcopy(net.config)).state_dict().keys() == net.state_dict().keys()
 
 
+MASKED = {**TEXT, "attention_mask": torch.ones_like(WORDS).index_fill(1, torch.arange(4), 0)}
+FOUR = {**LLAMA, "num_hidden_layers": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+
+
+def without(model: nn.Module, *gone: str) -> nn.Module:
+    """A model that training has taken these layers from, as wholes."""
+    model = tamed(model).eval()
+    blocks = find_blocks(model, TEXT, whole=True)
+    pruner = Pruner(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), dataset_size=10, log_gamma=-1.0, blocks=blocks
+    )
+    pruner.num_steps = 1
+    for i, name in enumerate(pruner.names):
+        pruner.theta[i] = float(name not in gone)
+    pruner.finalize()
+    return pruner.finish().eval()
+
+
+@pytest.mark.parametrize("example", [TEXT, MASKED])
+def test_layers_are_whole_with_a_padding_mask_and_a_sliding_window_too(example):
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4, "head_dim": 16}
+    for model in (
+        hf.LlamaForCausalLM(hf.LlamaConfig(**FOUR)),
+        hf.Gemma2ForCausalLM(hf.Gemma2Config(**FOUR, **kinds)),
+    ):
+        found = survey(model.eval(), example, whole=True)
+        assert [block.name for block in found.blocks] == [f"model.layers.{i}" for i in range(4)]
+        assert all(isinstance(block, Whole) for block in found.blocks)
+
+
+def test_layers_that_are_not_whole_are_listed_and_nothing_is_taken_in_their_place():
+    found = survey(hf.BertModel(hf.BertConfig(**SMALL, vocab_size=64)).eval(), TEXT, whole=True)
+    assert not found.blocks
+    assert all(f"encoder.layer.{i}" in found.rejected for i in range(3))
+
+
+def test_lists_of_a_configuration_change_if_they_are_of_its_layers(tmp_path):
+    sizes = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = hf.Qwen3MoeConfig(**{**FOUR, "eos_token_id": [2, 5, 7, 9]}, **sizes, mlp_only_layers=[1, 3])
+    net = without(hf.Qwen3MoeForCausalLM(config), "model.layers.1")
+    assert net.config.eos_token_id == [2, 5, 7, 9]
+    assert net.config.mlp_only_layers == [2]
+    net.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(type(net).from_pretrained(tmp_path).eval()(WORDS).logits, net(WORDS).logits)
+
+
+def test_layers_with_a_number_of_their_own_stay_empty_and_are_told_of():
+    """DiffLlama computes a constant of each layer from its place."""
+    model = hf.DiffLlamaForCausalLM(hf.DiffLlamaConfig(**FOUR))
+    with pytest.warns(UserWarning, match=r"stay in the model, empty: .*lambda_init"):
+        net = without(model, "model.layers.1")
+    assert len(net.model.layers) == net.config.num_hidden_layers == 4
+    assert not list(net.model.layers[1].parameters())
+    with torch.no_grad():
+        full = net(WORDS).logits[:, -1]
+        cache = net(WORDS[:, :-1], use_cache=True).past_key_values
+        step = net(WORDS[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+    assert torch.allclose(step, full, atol=1e-4 * float(full.abs().max()))
+
+
+def test_a_layer_that_has_a_number_itself_may_lose_its_attention():
+    config = hf.Gemma3TextConfig(**FOUR, head_dim=16, layer_types=["full_attention"] * 4)
+    net = apply_structure(
+        tamed(hf.Gemma3ForCausalLM(config)).eval(), {"removed": ["model.layers.0.self_attn"]}, example=TEXT
+    )
+    with torch.no_grad():
+        full = net(WORDS).logits[:, -1]
+        cache = net(WORDS[:, :-1], use_cache=True).past_key_values
+        step = net(WORDS[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+    assert torch.allclose(step, full, atol=1e-4 * float(full.abs().max()))
+
+
 def test_what_lost_parts_of_layers_comes_back_with_its_structure():
     net, original, removed = pruned("gpt2", [0, 3], whole=False)
     fresh = apply_structure(gpt2(), {"removed": removed}, example=TEXT)
@@ -244,3 +318,10 @@ def test_the_trainer_prunes_and_resumes_where_it_stopped(tmp_path):
     assert all(torch.allclose(ours[k], theirs[k], atol=1e-6) for k in ours)
     net = pruner.finish()
     assert sum(p.numel() for p in net.parameters()) < sum(p.numel() for p in gpt2().parameters())
+
+
+def test_the_best_checkpoint_is_not_loaded_into_what_is_left(tmp_path):
+    run, _ = trainer(tmp_path)
+    run.args.load_best_model_at_end = True
+    with pytest.raises(ValueError, match="load_best_model_at_end"):
+        run.train()
