@@ -62,7 +62,9 @@ def survey(model: nn.Module, example: Any = None, *, whole: bool = False) -> Sur
         inside = f"{name}." if name else ""
         inner = [block for other in blocks if other.startswith(inside) for block in blocks[other]]
         try:
-            blocks[name] = _blocks_in(model, name, module, inner, calls, opened)
+            blocks[name], others = _blocks_in(model, name, module, inner, calls, opened)
+            if others:
+                rejected[name] = f"of its other sums: {'; '.join(dict.fromkeys(others))}"
         except NotResidual as no:
             if no.near and not inner and not any(other.startswith(inside) for other in rejected):
                 rejected[name] = str(no)
@@ -114,44 +116,46 @@ def _blocks_in(
     inner: list[AnyBlock],
     calls: Mapping[str, Called] | None,
     opened: frozenset[type],
-) -> list[AnyBlock]:
-    """The module as one block; or the sums in its forward that hold no block inside."""
+) -> tuple[list[AnyBlock], list[str]]:
+    """The module as one block; or the sums in its forward that hold no block inside, and why others are
+    none."""
     called = None if calls is None else calls[name]
     refusal: NotResidual | None = None
+    block: Block | None = None
     if not inner and (called is None or called.plain(module)):
         try:
             block = split(module, name=name)
             _check_ownership(model, block, module)
             if called is not None:
                 _check_on_example(module, block, called)
-            return [block]
+            return [block], []
         except NotResidual as no:
             if type(module).forward is Residual.forward:
                 raise
             refusal = no
     try:
-        strands = find_strands(name, module, called, opened, [block.path for block in inner])
+        strands, reasons = find_strands(name, module, called, opened, [block.path for block in inner])
     except NotResidual as no:
         if called is not None and not inner:
             look = find_whole(name, module, called.args, called.kwargs)
             if look.block is not None:
                 _check_ownership(model, look.block, module)
-                return [look.block]
-            no.near = no.near and (look.adds or (refusal is not None and refusal.near))
+                return [look.block], []
+            no.near = no.near and (look.adds or block is not None)
         # Of the two reasons, that of the sums knows more, unless there was nothing to look at.
         lost = no.near and isinstance(no.__cause__, Untraceable)
-        certain = refusal is not None and refusal.near and not no.near
-        raise refusal if refusal and (lost or certain) else no from no
-    kept = []
+        raise refusal if refusal and (lost or block is not None) else no from no
+    kept: list[AnyBlock] = []
     for strand in strands:
         try:
             _check_ownership(model, strand, module)
             kept.append(strand)
         except NotResidual as no:
             refusal = refusal or no
+            reasons.append(f"{strand.name}: {no}")
     if not kept:
         raise refusal or NotResidual("it computes no sum of two functions of its input", near=False)
-    return list(kept)
+    return kept, reasons
 
 
 def _check_on_example(module: nn.Module, block: Block, called: Called) -> None:

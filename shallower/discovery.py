@@ -28,6 +28,8 @@ from shallower.sums import (
 from shallower.verify import fault
 from shallower.weave import Strand
 
+NESTED = ("its branch holds blocks of its own", "its branch holds another sum that is a block")
+
 
 @dataclass
 class Called:
@@ -111,8 +113,9 @@ def joins(model: nn.Module, calls: Mapping[str, Called] | None) -> frozenset[typ
 
 def find_strands(
     path: str, module: nn.Module, called: Called | None, opened: frozenset[type], inner: Sequence[str]
-) -> list[Strand]:
-    """The residual sums in the module's own forward that can be gated, or `NotResidual`."""
+) -> tuple[list[Strand], list[str]]:
+    """The residual sums in the module's own forward that can be gated, and why others cannot; or
+    `NotResidual` if there is none."""
     call = default_call(module) if called is None else called.call
     if not call.live:
         raise NotResidual("its forward has no input", near=False)
@@ -155,7 +158,7 @@ def find_strands(
         raise NotResidual(
             reasons[0] if reasons else "it has no sum with a branch of its own", near=bool(reasons)
         )
-    return _named(path, strands, alone=not inner)
+    return _named(path, strands, alone=not inner and not reasons), [r for r in reasons if r not in NESTED]
 
 
 def _reason(
@@ -172,9 +175,9 @@ def _reason(
         str(n.target) for n in graph.nodes if n not in each.region and n.op in ("call_module", "get_attr")
     ]
     if any(_overlap(child, target) for child in children for target in mine):
-        return "its branch holds blocks of its own"
+        return NESTED[0]
     if any(other.total in each.region for other in taken):
-        return "its branch holds another sum that is a block"
+        return NESTED[1]
     owned = [t for t in mine if any(_overlap(t, name) for name in parameters)]
     if shared := [t for t in owned if any(_overlap(t, other) for other in outside)]:
         return f"its branch shares {shared[0]} with what stands outside of it"

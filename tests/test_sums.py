@@ -589,8 +589,10 @@ def test_a_child_that_is_needed_elsewhere_too_is_not_taken_apart():
         return (x + self.b(x)) * self.a[0].weight.mean()
 
     model = made(forward, a=nn.Sequential(line(), nn.Tanh(), line()), b=line())
-    assert [b.name for b in find_blocks(model, X)] == ["1"]
-    assert set(find_blocks(model, X)[0].prunable(model[1])) == {"b.weight", "b.bias"}
+    found = survey(model, X)
+    assert [b.name for b in found.blocks] == ["1.b"]
+    assert set(found.blocks[0].prunable(model[1])) == {"b.weight", "b.bias"}
+    assert "of its other sums: its branch shares a" in found.rejected["1"]
 
 
 def test_the_estimate_of_a_child_that_is_called_otherwise_than_by_default():
