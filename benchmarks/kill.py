@@ -1,4 +1,4 @@
-"""Kill a training run again and again, resume it, and compare its end with that of a run that nobody disturbed.
+"""Kill a training run again and again, resume it, and compare its end with that of an undisturbed one.
 
     python benchmarks/kill.py [KILLS]
 
@@ -35,14 +35,8 @@ FIELDS: dict[str, Any] = {
     "log_gamma": -100.0,
     "options": {"inputs": 64, "width": 16, "depth": 4, "outputs": 10},
 }
-TIMES = {
-    "seconds",
-    "seconds_spent",
-    "seconds_data",
-    "seconds_training",
-    "seconds_pruner",
-    "seconds_evaluation",
-}
+PARTS = ("data", "training", "pruner", "evaluation")
+TIMES = {"seconds", "seconds_spent", *(f"seconds_{part}" for part in PARTS)}
 
 
 def quick() -> Recipe:
