@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
+WORKERS ?= 2
 
 .PHONY: demo test test-core bench check format clean
 
@@ -9,10 +10,10 @@ demo: $(VENV)/.installed
 	$(RUN)/python examples/digits.py
 
 test: $(VENV)/.installed check
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-core: $(VENV)/.installed check
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --ignore tests/integrations
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadfile --ignore tests/integrations
 
 bench: $(VENV)/.installed
 	$(RUN)/pip install --quiet --no-deps torch-pruning

@@ -394,11 +394,31 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def copied(values: Any) -> Any:
-    """Arguments as they were given: tensors themselves, everything else copied."""
+    """Arguments as they were given: tensors themselves, everything else copied, with the tensors inside."""
     if isinstance(values, Tensor):
         return values
     if type(values) in (tuple, list):
         return type(values)(map(copied, values))
     if type(values) is dict:
         return {key: copied(value) for key, value in values.items()}
-    return copy.deepcopy(values)
+    inside: dict[int, Any] = {}
+    _collect(values, inside)
+    # PyTorch does not copy what has a history, as keys and values in a cache have in training.
+    return copy.deepcopy(
+        values, {key: v.detach().clone() for key, v in inside.items() if isinstance(v, Tensor)}
+    )
+
+
+def _collect(value: Any, found: dict[int, Any]) -> None:
+    """All that is held by a value, by its identity."""
+    if id(value) in found or isinstance(value, nn.Module | type):
+        return
+    found[id(value)] = value
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, dict):
+        parts = list(value.values())
+    else:
+        parts = list(value) if isinstance(value, list | tuple | set) else []
+    for part in (*parts, *getattr(value, "__dict__", {}).values()):
+        _collect(part, found)
