@@ -15,6 +15,7 @@ import torch
 import shallower
 from shallower import data
 from shallower.data import Samples
+from shallower.files import locked
 from shallower.recipes import Recipe, recipe
 from shallower.training import Interrupted, Machine, Result, RunError, train, train_against_dense
 from shallower.training.result import loss_of
@@ -332,3 +333,23 @@ def test_training_works_outside_the_main_thread(digits, tmp_path):
     thread.start()
     thread.join()
     assert found
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks of folders")
+def test_two_processes_do_not_train_in_one_folder(digits, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with locked(folder) as mine:
+        assert mine
+        with pytest.raises(RunError, match="Another process trains in"):
+            train(quick(), digits, folder)
+    train(quick(epochs=1, finalize_epoch=None), digits, folder)
+    assert (folder / "result.json").exists()
+
+
+def test_what_a_killed_process_left_is_cleared(digits, tmp_path):
+    folder = tmp_path / "run"
+    train(quick(epochs=1, finalize_epoch=None), digits, folder)
+    (folder / ".checkpoint.pt.123.part").write_bytes(b"half")
+    train(quick(epochs=1, finalize_epoch=None), digits, folder, resume=True)
+    assert not list(folder.glob(".*.part"))
