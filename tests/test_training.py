@@ -353,3 +353,22 @@ def test_what_a_killed_process_left_is_cleared(digits, tmp_path):
     (folder / ".checkpoint.pt.123.part").write_bytes(b"half")
     train(quick(epochs=1, finalize_epoch=None), digits, folder, resume=True)
     assert not list(folder.glob(".*.part"))
+
+
+class _Hostile:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return Path.touch, (self.target,)
+
+
+def test_a_hostile_checkpoint_is_refused_and_not_executed(digits, tmp_path):
+    folder, proof = tmp_path / "run", tmp_path / "executed"
+    folder.mkdir()
+    torch.save({"recipe": _Hostile(proof)}, folder / "checkpoint.pt")
+    with pytest.raises(RunError, match="cannot be read"):
+        train(quick(), digits, folder, resume=True)
+    assert not proof.exists()
