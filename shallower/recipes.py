@@ -30,7 +30,7 @@ class Paper(BaseModel):
 class Recipe(BaseModel):
     """Everything that decides a run but its seed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     task: str

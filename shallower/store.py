@@ -4,6 +4,7 @@ The structure names the function that builds the starting network, its arguments
 removed; `load` builds, removes and absorbs again, which gives every layer its shape, then loads weights.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load as read
 from safetensors.torch import save as dump
 from torch import nn
 
@@ -36,10 +37,16 @@ def save(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    structure = {"version": VERSION, "network": network, "options": options, "removed": list(removed)}
     kept = _untied(net)
-    state = {n: t.detach().cpu().contiguous() for n, t in net.state_dict().items() if n in kept}
-    write_bytes(folder / WEIGHTS, dump(state))
+    content = dump({n: t.detach().cpu().contiguous() for n, t in net.state_dict().items() if n in kept})
+    structure = {
+        "version": VERSION,
+        "network": network,
+        "options": options,
+        "removed": list(removed),
+        "sha256": hashlib.sha256(content).hexdigest(),  # of the weights
+    }
+    write_bytes(folder / WEIGHTS, content)
     write_text(folder / STRUCTURE, json.dumps(structure, indent=2))
 
 
@@ -67,11 +74,19 @@ def load(folder: str | Path, *, build: Build | None = None, example: Any = None)
                 f"({', '.join(models.__all__)}). Pass the function that builds it: `load(folder, build=...)`."
             )
         build = getattr(models, name)
-    with torch.random.fork_rng(devices=[]):
-        net = build(**structure["options"])
+    try:
+        with torch.random.fork_rng(devices=[]):
+            net = build(**structure["options"])
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"The options {structure['options']} of {folder / STRUCTURE} do not fit {name}: {error}"
+        ) from error
     apply_structure(net, folder, example=example)
     try:
-        state = load_file(folder / WEIGHTS)
+        content = (folder / WEIGHTS).read_bytes()
+        if structure.get("sha256", "") not in ("", hashlib.sha256(content).hexdigest()):
+            raise RuntimeError("its checksum is not that of the structure: one of them is damaged")
+        state = read(content)
         missing, strange = net.load_state_dict(state, strict=False)
         lacking = set(missing) & _untied(net)
         if lacking or strange:
@@ -100,6 +115,9 @@ def apply_structure(
     if not isinstance(structure.get("removed"), list | tuple):
         raise ValueError(f"Found a structure of {sorted(structure)}; it needs 'removed', a list of blocks.")
     removed = list(structure["removed"])
+    twice = sorted({name for name in removed if removed.count(name) > 1})
+    if twice:
+        raise ValueError(f"The structure removes {twice} more than once; it is damaged.")
     blocks = {block.name: block for block in find_blocks(model, example)}
     if example is not None and any(name not in blocks for name in removed):
         layers = {block.name: block for block in find_blocks(model, example, whole=True)}

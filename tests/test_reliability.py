@@ -15,3 +15,10 @@ def test_a_run_that_is_killed_anywhere_ends_as_if_nothing_had_been() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "10 disturbances: every run ended as the undisturbed one, to the bit" in done.stdout
+
+
+def test_bad_input_ends_in_an_error_that_says_something() -> None:
+    command = [sys.executable, "-W", "ignore", str(COMMANDS / "fuzz.py"), "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"failures": 0' in done.stdout

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -198,6 +199,7 @@ class Run:
     def resume(self, folder: Path) -> None:
         path = folder / CHECKPOINT
         try:
+            _check_sums(path)
             state = torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError as error:
             raise RunError(f"There is no {path} to resume from; start the run without --resume.") from error
@@ -239,6 +241,14 @@ class Run:
             write_text(
                 folder / "events.jsonl", "".join(json.dumps(asdict(e)) + "\n" for e in self.pruner.events)
             )
+
+
+def _check_sums(path: Path) -> None:
+    """PyTorch writes a checksum for every part of a file, and does not look at it when it reads."""
+    with zipfile.ZipFile(path) as archive:
+        wrong = archive.testzip()
+    if wrong is not None:
+        raise ValueError(f"its part {wrong} is damaged")
 
 
 def _seed_of_draws(seed: int) -> int:
