@@ -24,7 +24,7 @@ from shallower.hook import BeforeStep
 from shallower.ranks import DEFAULT, Group, Ranks, give_to_ddp, keep_from_ddp
 from shallower.sharding import check_sharded, is_sharded, leave_groups, leave_root
 from shallower.split import Block
-from shallower.stacks import compact
+from shallower.stacks import check_stacks, compact
 from shallower.state import VERSION, check_state
 from shallower.whole import Whole
 
@@ -392,14 +392,15 @@ class Pruner:
         if not self.finalized:
             self._ungate()
         if not self.finished:
-            for model in (self.model, *(follower.model for follower in self._followers)):
-                compact(model)
+            check_stacks(self.model)
             modules = {name: block for name, block in self.blocks.items() if isinstance(block, Block)}
             survivors = [modules[name] for name in self.alive if name in modules]
             removed = [event.block for event in self.events if event.block in modules]
             self.absorption = absorb(self.model, removed, survivors, optimizer=self.optimizer)
             for follower in self._followers:
                 follower.finish(removed, survivors)
+            for model in (self.model, *(follower.model for follower in self._followers)):
+                compact(model)  # which names layers anew
             self.finished = True
         return self.model
 

@@ -17,6 +17,12 @@ from shallower.whole import Passed
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
+def check_stacks(model: nn.Module) -> None:
+    """Refuse what `compact` cannot do, before anything is changed."""
+    for path, layers in _stacks(model):
+        _check(model, path, layers)
+
+
 def compact(model: nn.Module) -> nn.Module:
     """Drop the layers that were pruned as a whole from a finished model and its configuration, in place.
 
@@ -26,10 +32,8 @@ def compact(model: nn.Module) -> nn.Module:
     configuration cannot tell which layers are left, as where a layer knows its number in other ways: its
     pruned layers stay in their places, empty, and a warning says so.
     """
-    stacks = _stacks(model)
-    for path, layers in stacks:
-        _check(model, path, layers)
-    for path, layers in stacks:
+    check_stacks(model)
+    for path, layers in _stacks(model):
         kept = [i for i, layer in enumerate(layers) if not _is_gone(layer)]
         if len(kept) == len(layers):
             _renumber(layers)
@@ -80,7 +84,10 @@ def _has_lost(layer: nn.Module) -> bool:
 
 
 def _is_gone(layer: nn.Module) -> bool:
-    return isinstance(layer, Passed) or is_passage(layer)
+    if isinstance(layer, Passed) or is_passage(layer):
+        return True
+    # T5's layer is a list of parts, each of which hands on its input when its sum is gone.
+    return _has_lost(layer) and not any(True for _ in layer.parameters())
 
 
 def _check(model: nn.Module, path: str, layers: nn.ModuleList) -> None:
@@ -163,6 +170,8 @@ def _misfit(model: nn.Module, path: str, kept: list[int], changes: Changes) -> s
             twin = type(home)(read)
     except Exception as error:  # whatever a configuration or a model says to it
         return f"{type(home).__name__} cannot be built with {len(kept)} of them ({error})".splitlines()[0]
+    if getattr(read, "is_encoder_decoder", False) and not _cache_fits(read, twin):
+        return "the library would take the number of its layers for that of the decoder's, in its cache"
     mine, theirs = home.state_dict(), twin.state_dict()
     inside = next(p for p, m in home.named_modules() if m is model.get_submodule(path))
     renamed = {f"{inside}.{i}.": f"{inside}.{j}." for j, i in enumerate(kept)}
@@ -176,6 +185,14 @@ def _misfit(model: nn.Module, path: str, kept: list[int], changes: Changes) -> s
         if odd is not None:
             return f"its layers know their numbers in other ways ({odd})"
     return None
+
+
+def _cache_fits(config: Any, twin: nn.Module) -> bool:
+    """Whether a cache that is made from the configuration has a place for every layer of the decoder."""
+    lists = (m for path, m in twin.named_modules() if isinstance(m, nn.ModuleList) and "decoder" in path)
+    numbers = {m.layer_idx for layers in lists for m in layers.modules() if hasattr(m, "layer_idx")}
+    places = config.get_text_config(decoder=True).num_hidden_layers
+    return all(number is None or number < places for number in numbers)
 
 
 def _unlike(one: nn.Module, other: nn.Module) -> str | None:

@@ -22,7 +22,7 @@ from shallower.blocks import find_blocks, unaliased
 from shallower.files import write_bytes, write_text
 from shallower.fitting import cut
 from shallower.split import Block
-from shallower.stacks import compact
+from shallower.stacks import check_stacks, compact
 
 WEIGHTS, STRUCTURE, VERSION = "model.safetensors", "structure.json", 1
 Build = Callable[..., nn.Module]
@@ -133,9 +133,9 @@ def apply_structure(
         cut(model, blocks[name], alias=name not in copied)
     modules = {name: block for name, block in blocks.items() if isinstance(block, Block)}
     survivors = [block for name, block in modules.items() if name not in removed]
-    compact(model)
+    check_stacks(model)
     absorb(model, [name for name in removed if name in modules], survivors)
-    return model
+    return compact(model)  # which names layers anew
 
 
 def _structure(path: Path) -> dict[str, Any]:

@@ -169,11 +169,13 @@ class Weave:
         """What stands beside a branch is only known for the constants with which the module was split."""
         defaults = {p.name: p.default for p in self.signature.parameters.values()}
         flags, now = defaults | self.call.constants(), defaults | call.constants()
-        changed = [n for n, v in now.items() if repr(flags.get(n)) != repr(v)]
+        # What was not given on the example, and is off now, asks for nothing more.
+        asks = {n: v for n, v in now.items() if n in flags or v not in (None, False)}
+        changed = [n for n, v in asks.items() if repr(flags.get(n)) != repr(v)]
         if self.sides and changed:
             raise TypeError(
                 f"{author(self.module).__name__} was called with {changed[0]}={now[changed[0]]}, but was "
-                f"split with {flags[changed[0]]}: what it returns beside its sum is not known. Call it as "
+                f"split with {flags.get(changed[0])}: what it returns beside its sum is not known. Call it as "
                 "on the example."
             )
 

@@ -130,6 +130,32 @@ def test_a_model_of_two_stacks_keeps_each_count_of_its_own():
     assert torch.equal(cached, plain)
 
 
+@pytest.mark.parametrize("gone", ["decoder.block.1.", "encoder.block.2."])
+def test_a_layer_of_t5_that_has_lost_all_of_its_parts_leaves(gone, tmp_path):
+    example = MODELS["t5"][1]
+    torch.manual_seed(0)
+    model = tamed(t5()).eval()
+    removed = [b.name for b in find_blocks(model, example) if b.name.startswith(gone)]
+    mute = copy.deepcopy(model)
+    for name in removed:
+        for parameter in mute.get_submodule(name).parameters():
+            nn.init.zeros_(parameter)
+    if gone.startswith("decoder"):
+        net = apply_structure(model, {"removed": removed}, example=example)
+        assert len(net.decoder.block) == net.config.num_decoder_layers == 2
+        net.save_pretrained(tmp_path)
+        again = type(net).from_pretrained(tmp_path).eval()
+        assert torch.equal(run_example(again, example).logits, run_example(net, example).logits)
+    else:  # transformers itself cannot generate with fewer layers there
+        with pytest.warns(UserWarning, match="stay in the model, empty: the library would take"):
+            net = apply_structure(model, {"removed": removed}, example=example)
+    assert torch.allclose(run_example(net, example).logits, run_example(mute, example).logits, atol=1e-4)
+    with torch.no_grad():
+        options = {"max_new_tokens": 5, "do_sample": False}
+        cached, plain = (net.generate(WORDS, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, plain)
+
+
 def test_attention_of_several_kinds_keeps_its_cache_or_is_refused():
     sizes = {**LLAMA, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 4, "pad_token_id": 0}
     kinds = ["sliding_attention", "full_attention"] * 2
