@@ -328,14 +328,15 @@ def _skip_and_branch(
     if left is right:
         raise _NoSkip
     pairs = ((left, right), (right, left))
+    behind = {node: _values_behind(node) for node in (left, right)}
     for skip, branch in pairs:
-        if skip in ancestors(branch) and skip.op != "get_attr":
+        if skip in behind[branch] and skip.op != "get_attr":
             return skip, branch
     # x + attention(x) + mlp(x): what a branch starts from, with another branch added to it before.
-    over = [(skip, branch) for skip, branch in pairs if adds_two(skip) and _bases(skip) & ancestors(branch)]
+    over = [(one, other) for one, other in pairs if adds_two(one) and _bases(one) & behind[other]]
     if len(over) == 1:
         return over[0]
-    starts = [n for n in inputs if n in ancestors(left) and n in ancestors(right)]
+    starts = [n for n in inputs if n in behind[left] and n in behind[right]]
     if not starts:
         raise _NoSkip
     depends = dependents(graph, starts[0])
@@ -345,6 +346,20 @@ def _skip_and_branch(
         raise _NoSkip
     skip = which_is_skip(module, graph, left, right, fork[0])
     return skip, right if skip is left else left
+
+
+def _values_behind(node: fx.Node) -> set[fx.Node]:
+    """What a value is computed from; not that of which it knows the size alone."""
+    found, pending = {node}, [node]
+    while pending:
+        current = pending.pop()
+        asks = current.target is getattr and current.args[1] in ("shape", "dtype", "device", "ndim")
+        if asks or (current.op == "call_method" and current.target in ("size", "dim", "numel")):
+            continue
+        fresh = [n for n in current.all_input_nodes if n not in found]
+        found.update(fresh)
+        pending.extend(fresh)
+    return found
 
 
 def _bases(node: fx.Node) -> set[fx.Node]:

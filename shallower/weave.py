@@ -175,8 +175,8 @@ class Weave:
         if self.sides and changed:
             raise TypeError(
                 f"{author(self.module).__name__} was called with {changed[0]}={now[changed[0]]}, but was "
-                f"split with {flags.get(changed[0])}: what it returns beside its sum is not known. Call it as "
-                "on the example."
+                f"split with {flags.get(changed[0])}: what it returns beside its sum is not known. Call it "
+                "as on the example."
             )
 
     def run(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
