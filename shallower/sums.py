@@ -329,14 +329,16 @@ def _skip_and_branch(
         raise _NoSkip
     pairs = ((left, right), (right, left))
     behind = {node: _values_behind(node) for node in (left, right)}
+    if not all(any(n.op == "placeholder" for n in values) for values in behind.values()):
+        raise _NoSkip  # it knows its inputs by their sizes alone, as a table of positions does
     for skip, branch in pairs:
-        if skip in behind[branch] and skip.op != "get_attr":
+        if skip in ancestors(branch) and skip.op != "get_attr":
             return skip, branch
     # x + attention(x) + mlp(x): what a branch starts from, with another branch added to it before.
     over = [(one, other) for one, other in pairs if adds_two(one) and _bases(one) & behind[other]]
     if len(over) == 1:
         return over[0]
-    starts = [n for n in inputs if n in behind[left] and n in behind[right]]
+    starts = [n for n in inputs if n in ancestors(left) and n in ancestors(right)]
     if not starts:
         raise _NoSkip
     depends = dependents(graph, starts[0])
