@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from shallower.discovery import Called, find_strands, joins, record_calls
+from shallower.discovery import Called, by_itself, find_strands, joins, record_calls
 from shallower.fitting import AnyBlock
 from shallower.gate import Gated
 from shallower.graphs import OwnForward, Untraceable, compiled, trace_modes
@@ -172,13 +172,8 @@ def _check_on_example(module: nn.Module, block: Block, called: Called) -> None:
             )
         return tail(module, left + right)
 
-    try:
+    with by_itself():
         wrong = fault(module, ours, (called.args, called.kwargs), may_write=block.overwrites)
-    except NotResidual:
-        raise
-    except Exception as error:  # whatever the module raises when it is run by itself
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise NotResidual(f"it cannot be run by itself on the example ({reason})") from error
     if wrong is not None:
         raise NotResidual(wrong)
 

@@ -1,7 +1,8 @@
 """Find the residual sums in a model's modules, each looked at as the model calls it."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,19 +189,26 @@ def _reason(
 
 def _ran(module: nn.Module, graph: fx.Graph, called: Called) -> Recorder:
     recorder = Recorder(module, graph)
-    try:
+    with by_itself():
         with torch.no_grad(), in_mode(module, training=False), same_dice(module):
             recorder.run(*_own(called.values))
         in_place = any(_overwrites_input(module, node) for node in graph.nodes)
         wrong = fault(module, _rerun(module, graph), (called.args, called.kwargs), may_write=in_place)
-    except NotResidual:
-        raise
-    except Exception as error:  # whatever the module raises when it is run by itself
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise NotResidual(f"it cannot be run by itself on the example ({reason})") from error
     if wrong is not None:
         raise NotResidual(wrong)
     return recorder
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """A module is run alone on what it was given in the example; if it cannot be, it is no block."""
+    try:
+        yield
+    except NotResidual:
+        raise
+    except Exception as error:  # whatever a module may raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise NotResidual(f"it cannot be run by itself on the example ({reason})") from error
 
 
 def _rerun(module: nn.Module, graph: fx.Graph) -> Callable[..., Any]:

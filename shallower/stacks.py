@@ -1,6 +1,7 @@
 """The layers of a transformers model that were pruned leave its lists and its configuration.
 
-Such a model is known by what it has: a `config` that counts the layers of a list. Nothing is imported for it.
+Such a model is known by what it has: `save_pretrained`, and a `config` that counts the layers of a list.
+Nothing is imported for it.
 """
 
 import copy
@@ -72,7 +73,9 @@ def _stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     found: list[tuple[str, nn.ModuleList]] = []
     for path, layers in model.named_modules():
         inside = any(path.startswith(f"{other}.") for other, _ in found)
-        if isinstance(layers, nn.ModuleList) and not inside and _counted(model, path, len(layers)):
+        if not isinstance(layers, nn.ModuleList) or inside or _home(model, path) is None:
+            continue
+        if _counted(model, path, len(layers)):
             found.append((path, layers))
     return [(path, layers) for path, layers in found if any(_has_lost(layer) for layer in layers)]
 
@@ -155,10 +158,7 @@ def _changes(model: nn.Module, path: str, before: int, kept: list[int]) -> Chang
 
 def _misfit(model: nn.Module, path: str, kept: list[int], changes: Changes) -> str | None:
     """Why the library would not build this model from the changed configuration, if it would not."""
-    homes = [m for m in _way(model, path) if hasattr(m, "save_pretrained") and hasattr(m, "config")]
-    home: Any = next(iter(homes), None)
-    if home is None:
-        return None
+    home = _home(model, path)
     memo: dict[int, Any] = {}
     twin_config = copy.deepcopy(home.config, memo)
     for config, name, value in changes:
@@ -210,6 +210,12 @@ def _unlike(one: nn.Module, other: nn.Module) -> str | None:
     lost = set(other.state_dict()) - set(one.state_dict())
     whole = not any(WEAVE in vars(m) for m in one.modules())
     return min(lost) if lost and whole else None
+
+
+def _home(model: nn.Module, path: str) -> Any:
+    """The model of the library that holds `path`; who wrote another may count its layers in other places."""
+    homes = (m for m in _way(model, path) if hasattr(m, "save_pretrained") and hasattr(m, "config"))
+    return next(homes, None)
 
 
 def _way(model: nn.Module, path: str) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -684,3 +685,30 @@ def test_a_pruned_model_comes_back_into_its_own_class(kind, tmp_path):
     with pytest.raises(ValueError, match=r"removes \['nowhere'\]"):
         shallower.apply_structure(untouched, {"removed": [removed[0], "nowhere"]}, example=example)
     assert count_parameters(untouched) > count_parameters(net)
+
+
+def test_a_model_of_ones_own_keeps_its_list_of_layers_though_it_has_a_configuration():
+    """Its forward may know the layers by their places."""
+
+    class Counted(Net):
+        def __init__(self) -> None:
+            super().__init__(3)
+            self.config = SimpleNamespace(num_layers=3)
+            self.scales = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for i, layer in enumerate(self.layers):
+                x = layer(x)[0] * self.scales[i]
+            return self.last(x)
+
+    torch.manual_seed(0)
+    model = Counted()
+    gone = [b.name for b in find_blocks(model, (INPUTS,)) if b.path == "layers.0"]
+    mute = copy.deepcopy(model)
+    for name in ("mixer.out", "down"):
+        for parameter in mute.layers[0].get_submodule(name).parameters():
+            nn.init.zeros_(parameter)
+    net = shallower.apply_structure(model, {"removed": gone}, example=(INPUTS,))
+    assert (len(net.layers), net.config.num_layers) == (3, 3)
+    assert torch.allclose(net(INPUTS), mute(INPUTS), atol=1e-6)
