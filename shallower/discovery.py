@@ -9,22 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shallower.calls import Call, arrange, default_call, trace_call
 from shallower.graphs import Untraceable, ancestors, author, copied, in_mode, no_fast_path, same_dice
 from shallower.rewrite import Side, element_of_child, known_values
 from shallower.split import NotResidual, overwritten, terms
 from shallower.sums import (
-    Call,
     Mark,
     Recorder,
     Sum,
     adds_two,
-    arrange,
-    default_call,
     joins_inputs,
     marked_sums,
     only_in,
     residual_sums,
-    trace_call,
 )
 from shallower.verify import fault
 from shallower.weave import Strand

@@ -19,12 +19,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from shallower.calls import Call, arrange, trace_call
 from shallower.compilation import Compiler
 from shallower.gate import Gate, Gated, derived
 from shallower.graphs import GONE, author, frozen_statistics, husk
 from shallower.rewrite import WEAVE, Pattern, Side, constants, known_values, write
 from shallower.split import last_affine_parameters
-from shallower.sums import Call, Mark, Sum, arrange, marked_sums, trace_call
+from shallower.sums import Mark, Sum, marked_sums
 from shallower.verify import check_first_use
 from shallower.watch import Watch, new_xi
 
