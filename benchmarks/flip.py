@@ -8,7 +8,8 @@ from side_by_side import compare, verdict
 from torch import Tensor
 
 from shallower import Pruner, find_blocks, flip, models
-from shallower.graphs import frozen_statistics, replace
+from shallower.aside import frozen_statistics
+from shallower.graphs import replace
 
 THREADS, BATCH = 1, 8
 

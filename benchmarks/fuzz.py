@@ -1,12 +1,13 @@
 """Bad input: recipes, checkpoints, structures, data files and models that nobody should give.
 
-    python benchmarks/fuzz.py [CASES]        # 10,000, a fifth of them of each kind; needs hypothesis
+    python benchmarks/fuzz.py [CASES]        # 10,000, as many of each kind; needs hypothesis and Pillow
 
 Each case must end in an error of ours that says something, or in a right result; a refused call must leave
 the model as it was. Exits with 1 and the smallest case where that does not hold.
 """
 
 import copy
+import io
 import json
 import sys
 import tempfile
@@ -17,13 +18,15 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch import nn
 
 import shallower
 from shallower import Pruner, Residual, data
 from shallower.data.cifar import read_cifar
+from shallower.data.folder import FolderBatches, scan
 from shallower.data.idx import read_idx_pair
-from shallower.data.sources import Damaged
+from shallower.data.sources import Damaged, DataError
 from shallower.recipes import RECIPES, Recipe, RecipeError, recipe
 from shallower.training import CHECKPOINT, RunError, train
 
@@ -160,6 +163,31 @@ def datasets(kind: str, number: int, how: tuple[Any, ...]) -> None:
     assert len(found.inputs) == len(found.labels)
 
 
+@cache
+def picture(kind: str) -> bytes:
+    """A small image file."""
+    content = io.BytesIO()
+    Image.effect_noise((9, 7), 50).convert("RGB").save(content, kind)
+    return content.getvalue()
+
+
+@given(st.sampled_from(["JPEG", "PNG"]), damage)
+def pictures(kind: str, how: tuple[Any, ...]) -> None:
+    """A damaged image is an image of the right size, or refused by its path."""
+    with tempfile.TemporaryDirectory() as place:
+        for name, content in (("a", picture(kind)), ("b", damaged(picture(kind), how))):
+            (Path(place) / name).mkdir()
+            (Path(place) / name / f"{name}.{kind.lower()}").write_bytes(content)
+        loader = FolderBatches(scan(Path(place)), 2, seed=0, size=8, workers=1)
+        try:
+            ((inputs, labels),) = loader
+        except DataError as error:
+            says(error, f"b.{kind.lower()}")
+            return
+        assert inputs.shape == (2, 3, 8, 8)
+        assert sorted(labels.tolist()) == [0, 1]
+
+
 # -- models -----------------------------------------------------------------------------------------------
 
 ODD = (
@@ -265,11 +293,11 @@ def step(model: nn.Module, optimizer: Any, pruner: Pruner, kind: str, width: int
         assert torch.isfinite(net.eval()(x)).all()
 
 
-KINDS = (recipes, networks, checkpoints, datasets, models)
+KINDS = (recipes, networks, checkpoints, datasets, pictures, models)
 
 
 def main() -> None:
-    cases = int(sys.argv[1]) if sys.argv[1:] else 10_000
+    cases = int(sys.argv[1]) if sys.argv[1:] else 10_002
     torch.set_num_threads(1)
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
     for kind in KINDS:

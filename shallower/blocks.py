@@ -11,9 +11,10 @@ from torch import fx, nn
 from shallower.discovery import Called, by_itself, find_strands, joins, record_calls
 from shallower.fitting import AnyBlock
 from shallower.gate import Gated
-from shallower.graphs import OwnForward, Untraceable, compiled, trace_modes
+from shallower.graphs import compiled
 from shallower.residual import Residual
 from shallower.split import VIEWS, Block, NotResidual, overwritten, split
+from shallower.tracing import OwnForward, Untraceable, trace_modes
 from shallower.verify import fault
 from shallower.whole import find_whole
 

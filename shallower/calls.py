@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shallower.graphs import OwnForward, Untraceable, author, trace_modes
 from shallower.split import write_out_alpha
+from shallower.tracing import OwnForward, Untraceable, author, trace_modes
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 CHECKS = {torch._assert}

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shallower.aside import copied, in_mode, no_fast_path, same_dice
 from shallower.calls import Call, arrange, default_call, trace_call
-from shallower.graphs import Untraceable, ancestors, author, copied, in_mode, no_fast_path, same_dice
+from shallower.graphs import ancestors
 from shallower.rewrite import Side, element_of_child, known_values
 from shallower.split import NotResidual, overwritten, terms
 from shallower.sums import (
@@ -23,6 +24,7 @@ from shallower.sums import (
     only_in,
     residual_sums,
 )
+from shallower.tracing import Untraceable, author
 from shallower.verify import fault
 from shallower.weave import Strand
 

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from shallower.aside import frozen_statistics
 from shallower.compilation import Compiled, Compiler
-from shallower.graphs import MIXIN, compiled, frozen_statistics, held_numbers, source, used_modules
+from shallower.graphs import compiled, source, used_modules
 from shallower.split import Block, Owned, linear_parameters, split
+from shallower.tracing import MIXIN, held_numbers
 from shallower.verify import check_first_use
 from shallower.watch import Watch, inner, new_xi
 
@@ -137,6 +139,7 @@ class Gate:
         credits, dot, single = self.credits, torch.dot, torch.float32
         flat = parameter.ndim == 1
 
+        @unserializable_hook
         def read(gradient: Tensor) -> None:
             if not (self._opened and self.xi):
                 return
@@ -333,7 +336,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {}  # one class for each, a
 def derived(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
     if (mixin, cls) not in _CLASSES:
         own = {"__module__": cls.__module__, "__doc__": cls.__doc__, MIXIN: True}
-        _CLASSES[mixin, cls] = type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), own)
+        _CLASSES.setdefault((mixin, cls), type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), own))
     return _CLASSES[mixin, cls]
 
 

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from shallower.aside import in_mode, no_fast_path, same_dice
 from shallower.discovery import run_example
 from shallower.estimators import flip, needs_loss
 from shallower.gate import Gate
-from shallower.graphs import in_mode, no_fast_path, same_dice
 from shallower.pruner import Pruner
 
 STEP = 3  # forward and backward, in forward passes

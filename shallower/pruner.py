@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shallower import optim, prior
 from shallower.absorption import Absorption, absorb
+from shallower.aside import frozen_statistics
 from shallower.blocks import BlockFinder, choose, unaliased
 from shallower.checks import check_options, check_trainable
 from shallower.compilation import Compiler
@@ -19,7 +20,6 @@ from shallower.estimators import Closure, Estimator, first_order, needs_loss
 from shallower.fitting import AnyBlock, cut, fit, take_off, without
 from shallower.followers import Follower, check_copy
 from shallower.gate import Gate
-from shallower.graphs import frozen_statistics
 from shallower.hook import BeforeStep
 from shallower.ranks import DEFAULT, Group, Ranks, give_to_ddp, keep_from_ddp
 from shallower.sharding import check_sharded, is_sharded, leave_groups, leave_root
@@ -276,7 +276,8 @@ class Pruner:
             self.discard()
             raise FloatingPointError(
                 f"At step {self.num_steps} the estimates of {wrong} are not finite, as after a loss of nan "
-                "or inf. Nothing was changed; go back to the last checkpoint with a smaller learning rate."
+                "or inf. No rate has moved and no block has gone, but optimizer.step() has taken the weights "
+                "along: go back to the last checkpoint, with a smaller learning rate."
             )
         scale = 1.0 if needs_loss(self.estimator) else self._before.scale
         of = dict(zip(self.gates, known, strict=True))
@@ -412,6 +413,13 @@ class Pruner:
             )
 
     # -- state ----------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A Pruner is not copied and not pickled: a copy would lack its hooks on the optimiser. "
+            "Build model, optimiser and Pruner anew, and load the state_dict() of each, the Pruner's first. "
+            "The gated model alone may be copied (copy.deepcopy) or sent to another process, to be run there."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs beside the states of model and optimiser; saved with torch.save."""

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from shallower.graphs import compiled, held_numbers
+from shallower.graphs import compiled
 from shallower.sums import Sum
+from shallower.tracing import held_numbers
 
 WEAVE = "shallower_weave"  # where a module keeps its gates
 Side = tuple[str, int, str | None]  # a child, an element of what it returns, and the input that this is

@@ -19,9 +19,6 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from shallower.graphs import (
-    IN_PLACE,
-    OwnForward,
-    Untraceable,
     ancestors,
     append_copy,
     chain,
@@ -29,12 +26,12 @@ from shallower.graphs import (
     extract,
     is_identity,
     is_sequential,
-    trace_modes,
     used,
     uses,
     without_identities,
 )
 from shallower.residual import ChannelCopy, Residual, ZeroPad
+from shallower.tracing import IN_PLACE, OwnForward, Untraceable, trace_modes
 
 # Exact types: a subclass may do more, as a BatchNorm with a fused activation does.
 CONVOLUTIONS = {nn.Conv1d, nn.Conv2d, nn.Conv3d}

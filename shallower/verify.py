@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shallower.graphs import author, copied, in_mode, same_dice
+from shallower.aside import copied, in_mode, same_dice
+from shallower.tracing import author
 
 TOLERANCE = 1e-4
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

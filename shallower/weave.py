@@ -19,13 +19,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from shallower.aside import frozen_statistics
 from shallower.calls import Call, arrange, trace_call
 from shallower.compilation import Compiler
 from shallower.gate import Gate, Gated, derived
-from shallower.graphs import GONE, author, frozen_statistics, husk
+from shallower.graphs import husk
 from shallower.rewrite import WEAVE, Pattern, Side, constants, known_values, write
 from shallower.split import last_affine_parameters
 from shallower.sums import Mark, Sum, marked_sums
+from shallower.tracing import GONE, author
 from shallower.verify import check_first_use
 from shallower.watch import Watch, new_xi
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shallower.aside import copied, frozen_statistics, in_mode, same_dice
 from shallower.compilation import Compiler
 from shallower.gate import GATE, Gate, Gated, derived
-from shallower.graphs import author, copied, frozen_statistics, husk, in_mode, same_dice
+from shallower.graphs import husk
+from shallower.tracing import author
 from shallower.watch import Watch, new_xi
 
 WHOLE = "shallower_whole"

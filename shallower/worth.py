@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shallower.graphs import in_mode, same_dice
+from shallower.aside import in_mode, same_dice
 from shallower.ledger import samples
 from shallower.pruner import Pruner
 

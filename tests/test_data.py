@@ -947,6 +947,18 @@ def test_folder_batches_do_not_depend_on_the_threads_and_resume(images):
         assert torch.equal(labels, expected_labels)
 
 
+def test_the_parts_of_two_ranks_are_the_batches_of_one_process_augmented_alike(images):
+    train, _ = folder.imagenet(images)
+
+    def make(part: tuple[int, int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(FolderBatches(train, 3, seed=3, size=16, workers=2, augment=flip, part=part))
+
+    halves = zip(make((0, 2)), make((1, 2)), strict=True)
+    for whole, parts in zip(make((0, 1)), halves, strict=True):
+        for tensor, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+            assert torch.equal(tensor, torch.cat(pieces))
+
+
 def test_views_show_the_right_part():
     gradient = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (256, 1)), "L").convert("RGB")
     centre = np.asarray(folder.centre_view(gradient, [0.0] * 5, 224))

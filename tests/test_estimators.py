@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shallower import Residual, first_order, flip, split
+from shallower.aside import frozen_statistics
 from shallower.gate import Gate, attach
-from shallower.graphs import frozen_statistics
 
 
 def network(depth: int = 4, width: int = 6, *, norm: bool = False) -> nn.Sequential:

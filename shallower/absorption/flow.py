@@ -16,8 +16,9 @@ from shallower.absorption.operations import (
     is_one_pixel,
     is_relu,
 )
-from shallower.graphs import Untraceable, is_identity, trace_modes
+from shallower.graphs import is_identity
 from shallower.split import Block
+from shallower.tracing import Tracer, Untraceable, trace_modes
 
 Passes = Callable[[nn.Module, fx.Node], bool]
 
@@ -28,10 +29,10 @@ class NoFlow(ValueError):
 
 def inline(module: nn.Module, part: fx.Graph | None = None) -> fx.Graph:
     """`module`, or one part of it, as a graph of PyTorch's own layers: the user's modules are opened."""
-    return _opened(module if part is None else fx.GraphModule(module, part), fx.Tracer)
+    return _opened(module if part is None else fx.GraphModule(module, part), Tracer)
 
 
-def _opened(module: nn.Module, tracer: Callable[[], fx.Tracer]) -> fx.Graph:
+def _opened(module: nn.Module, tracer: Callable[[], Tracer]) -> fx.Graph:
     try:
         train, evaluate = trace_modes(module, tracer)
     except Untraceable as no:
@@ -46,7 +47,7 @@ def _structure(graph: fx.Graph) -> list[Any]:
     return [(n.op, n.target, [i.name for i in n.all_input_nodes]) for n in graph.nodes]
 
 
-class _Flat(fx.Tracer):
+class _Flat(Tracer):
     def __init__(self, leaves: set[str]) -> None:
         super().__init__()
         self.leaves = leaves

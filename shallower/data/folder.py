@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from shallower.data.sets import Augment, Batch, Loader, Normalise
 from shallower.data.sources import DataError, data_folders, pillow
@@ -144,34 +144,42 @@ class FolderBatches(Loader):
 
     def pairs(self, epoch: int, start: int) -> Iterator[Batch]:
         order = self.order(epoch)
-        waiting: deque[tuple[list[Future[Tensor]], Tensor, Generator]] = deque()
+        waiting: deque[tuple[list[Future[Tensor]], Tensor, int]] = deque()
         pool = ThreadPoolExecutor(self.workers)
         try:
             for batch in range(start, len(self)):
-                index, generator = order[self.span(batch)], self.generator(epoch, batch)
-                draws = torch.rand(len(index), 5, generator=generator)[self.own(batch)].tolist()
-                index = index[self.own(batch)]
-                images = [pool.submit(self._decode, *job) for job in zip(index.tolist(), draws, strict=True)]
-                waiting.append((images, index, generator))
+                index = order[self.span(batch)]
+                draws = torch.rand(len(index), 5, generator=self.generator(epoch, batch))
+                index, mine = index[self.own(batch)], draws[self.own(batch)].tolist()
+                images = [pool.submit(self._decode, *job) for job in zip(index.tolist(), mine, strict=True)]
+                waiting.append((images, index, batch))
                 if len(waiting) > LOOKAHEAD:
-                    yield self._collect(*waiting.popleft())
+                    yield self._collect(epoch, *waiting.popleft())
             while waiting:
-                yield self._collect(*waiting.popleft())
+                yield self._collect(epoch, *waiting.popleft())
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _collect(self, images: list[Future[Tensor]], index: Tensor, generator: Generator) -> Batch:
+    def _collect(self, epoch: int, images: list[Future[Tensor]], index: Tensor, batch: int) -> Batch:
         inputs = torch.stack([image.result() for image in images]).to(self.device, non_blocking=True)
         if self.augment is not None:
-            inputs = self.augment(inputs, generator)
+            inputs = self._augmented(inputs, epoch, batch)
         return self.normalise(inputs), self.folder.labels[index].to(self.device, non_blocking=True)
+
+    def _augmented(self, inputs: Tensor, epoch: int, batch: int) -> Tensor:
+        """Draws are for all ranks, of which this one has decoded its own part."""
+        assert self.augment is not None
+        mine, number = self.own(batch), len(range(self.size)[self.span(batch)])
+        whole = inputs.new_zeros(number, *inputs.shape[1:])
+        whole[mine] = inputs
+        return self.augment(whole, self.generator(epoch, batch, 1))[mine]
 
     def _decode(self, index: int, draws: list[float]) -> Tensor:
         path = self.folder.paths[index]
         try:
             with pillow().open(path) as image:
                 pixels = np.array(self.view(image.convert("RGB"), draws, self.image_size))
-        except (OSError, SyntaxError, ValueError) as error:
+        except Exception as error:  # Pillow's decoders raise whatever a damaged file makes them
             raise DataError(
                 f"{path}: found an image that does not decode ({error}); needed a whole JPEG or PNG. "
                 "Unpack it again, or remove it."
