@@ -2,6 +2,7 @@
 
 from shallower.absorption import Absorption, absorb
 from shallower.blocks import find_blocks, survey
+from shallower.certificate import Certificate, certify
 from shallower.estimators import at_the_sum, first_order, flip
 from shallower.gate import Gate
 from shallower.inspection import Inspection, inspect_model
@@ -20,6 +21,7 @@ __all__ = [
     "Absorption",
     "Block",
     "BlockCost",
+    "Certificate",
     "ChannelCopy",
     "Gate",
     "Inspection",
@@ -35,6 +37,7 @@ __all__ = [
     "apply_structure",
     "at_the_sum",
     "block_costs",
+    "certify",
     "constant",
     "count_macs",
     "count_parameters",

@@ -1,4 +1,4 @@
-"""The command line: `shallower list | train | reproduce | data | inspect | report | table`."""
+"""The command line: `shallower list | train | reproduce | certify | data | inspect | report | table`."""
 
 import json
 import sys
@@ -32,22 +32,26 @@ from shallower.reports.costs import INPUTS, network_cost
 from shallower.reports.live import following
 from shallower.reports.table import FORMATS
 from shallower.reproduce import kept_at, reproduce_all
+from shallower.shown import out, show, show_blocks, show_certificate, show_ratios
 from shallower.store import load
 from shallower.training import (
+    CERTIFICATE,
     CHECKPOINT,
     Interrupted,
     Machine,
     Result,
     Run,
     RunError,
+    certify_run,
     compare,
     launched,
+    recipe_of,
     train,
     train_against_dense,
 )
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-out, err = Console(), Console(stderr=True)
+err = Console(stderr=True)
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="field=value of the recipe; may be repeated")
@@ -173,9 +177,9 @@ def train_one(
         if as_json:
             print(result.model_dump_json() if dense is None else json.dumps(compare(result, dense)))
         else:
-            _show(result, target)
+            show(result, target)
             if dense is not None:
-                _show_ratios(compare(result, dense))
+                show_ratios(compare(result, dense))
 
 
 @app.command("reproduce")
@@ -246,7 +250,7 @@ def inspect(
         if as_json:
             print(json.dumps({"recipe": name, "params": cost.params, "macs": cost.macs, "blocks": blocks}))
             return
-        _show_blocks(name, cost.params, cost.macs, blocks)
+        show_blocks(name, cost.params, cost.macs, blocks)
         if RECIPES[name].departs:
             out.print(f"departs from the printed settings: {RECIPES[name].departs}", highlight=False)
 
@@ -262,22 +266,29 @@ def _inspect_model(name: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"model": name, **inspection.as_json(found)}))
         return
-    _show_blocks(name, found.params, found.macs, [vars(block) for block in found.blocks])
+    show_blocks(name, found.params, found.macs, [vars(block) for block in found.blocks])
     for path, reason in found.rejected.items():
         out.print(f"not gated: {path}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _show_blocks(name: str, params: int, macs: int, blocks: list[dict[str, Any]]) -> None:
-    table = Table(
-        "block", "parameters", "%", "MACs", "%", title=f"{name}: {params:,} parameters, {macs:,} MACs"
-    )
-    totals = {"params": max(params, 1), "macs": max(macs, 1)}
-    for row in blocks:
-        cells = [(f"{row[k]:,}", f"{100 * row[k] / total:.1f}") for k, total in totals.items()]
-        table.add_row(str(row["name"]), *(text for cell in cells for text in cell))
-    out.print(table)
-    share = [100 * sum(row[k] for row in blocks) / total for k, total in totals.items()]
-    out.print(f"{len(blocks)} blocks can be pruned: {share[0]:.1f} % of parameters, {share[1]:.1f} % of MACs")
+@app.command("certify")
+def certify(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a finished run")],
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    steps: Annotated[int, typer.Option(min=0, help="of Lanczos, for the curvature; 0 leaves it out")] = 30,
+    samples: Annotated[int, typer.Option(min=1, help="that the curvature is taken on")] = 4096,
+    as_json: AsJson = False,
+) -> None:
+    """Hold a trained network against the paper's optimality conditions; written to certificate.json."""
+    with _plain_errors():
+        task = data.load(recipe_of(run)[0].task, data_dir)
+        found = certify_run(run, task, device=device, steps=steps, samples=samples)
+        if as_json:
+            print(json.dumps(found.as_dict()))
+            return
+        show_certificate(found)
+        out.print(f"written to {run / CERTIFICATE}", highlight=False)
 
 
 @app.command("export")
@@ -363,32 +374,6 @@ def _progress(chosen: Recipe, *, show: bool) -> Iterator[Any]:
             progress.update(bar, completed=done, now=now)
 
         yield report
-
-
-def _show(result: Result, folder: Path) -> None:
-    table = Table("", "dense", "pruned", title=f"{result.recipe}, seed {result.seed}")
-    table.add_row("blocks", str(result.blocks), str(result.blocks_kept))
-    table.add_row("parameters", f"{result.params_dense:,}", f"{result.params:,}  (-{result.ppr:.2f} %)")
-    table.add_row("MACs", f"{result.macs_dense:,}", f"{result.macs:,}  (-{result.fpr:.2f} %)")
-    table.add_row("training MACs", "1", f"{result.training_macs_ratio:.2f}")
-    if result.test_accuracy is not None:
-        table.add_row("test accuracy, %", "", f"{result.test_accuracy:.2f}")
-    else:
-        table.add_row("test RMSE", "", f"{result.test_rmse:.4f}")
-    table.add_row("seconds", "", f"{result.seconds:.1f}")
-    out.print(table)
-    out.print(f"written to {folder}", highlight=False)
-
-
-def _show_ratios(found: dict[str, Any]) -> None:
-    table = Table("against the dense network", "", title="trained in turn, on the same data")
-    table.add_row("training load, survivors at full cost", f"{found['training_load_ratio']:.2f}")
-    table.add_row("training MACs that really ran", f"{found['training_macs_ratio']:.2f}")
-    table.add_row("training seconds", f"{found['seconds_ratio']:.2f}")
-    if found["accuracy_difference"] is not None:
-        table.add_row("test accuracy, points", f"{found['accuracy_difference']:+.2f}")
-    table.add_row("test loss", f"{found['loss_difference']:+.4f}")
-    out.print(table)
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from shallower.sharding import check_sharded, is_sharded, leave_groups, leave_ro
 from shallower.split import Block
 from shallower.stacks import check_stacks, compact
 from shallower.state import VERSION, check_state
+from shallower.vitals import EVERY, Vitals
 from shallower.whole import Whole
 
 
@@ -137,6 +138,7 @@ class Pruner:
         self._buffers = [f"{self.blocks[n].path}.{gate.buffer}" for n, gate in self.gates.items()]
         if self.ranks.size > 1:
             keep_from_ddp(model, self._buffers)
+        self.vitals = Vitals({n: [p for *_, p in g.last] or self._prunable[n] for n, g in self.gates.items()})
         self.events: list[Removal] = []
         self.absorption: Absorption | None = None
         self.num_steps, self.finalized, self.finished = 0, False, False
@@ -213,8 +215,11 @@ class Pruner:
         if delta_loss is not None:
             delta_cost = self.dataset_size * delta_loss  # mean loss -> nats over the dataset
             self._learn(delta_cost - self.multipliers * self._log_gamma())  # (2)
+            self.vitals.learn(delta_cost, self.num_steps)
         self.discard()
         self.num_steps += 1
+        if self.num_steps % EVERY == 0:
+            self.vitals.note(self.num_steps, self.thetas, self.gates)
         dead = self._remove(self.tolerance)  # (6)
         self._draw()
         return dead
@@ -328,6 +333,7 @@ class Pruner:
         if not gone:
             return []
         events = [Removal(self.num_steps, name, rates[name]) for name in gone]
+        self.vitals.note(self.num_steps, rates, gone)
         for name in gone:
             self._cut(name)
         self.events += events
@@ -338,6 +344,7 @@ class Pruner:
         del self.gates[name]
         gone, module = self._prunable.pop(name), self._module(name)
         optim.forget(self.optimizer, gone)
+        self.vitals.forget(name)
         leave_groups(self.model, gone)
         cut(self.model, self.blocks[name], alias=name not in self._unaliased)
         leave_root(module, self.model)
@@ -434,6 +441,7 @@ class Pruner:
             "theta_optimizer": self.theta_optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "events": [asdict(event) for event in self.events],
+            "vitals": self.vitals.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -448,6 +456,7 @@ class Pruner:
         self.num_steps = int(state["num_steps"])
         self.theta_optimizer.load_state_dict(state["theta_optimizer"])
         self.generator.set_state(state["generator"])
+        self.vitals.load_state_dict(state["vitals"])
         self.theta.copy_(state["theta"])
         if state["finalized"] and not self.finalized:
             self._ungate()

@@ -30,6 +30,7 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
         raise ValueError(f"The state has num_steps={steps!r} and finalized={state['finalized']!r}.")
     _check_theta(state["theta"], len(mine["names"]))
     _check_removals(state, mine)
+    _check_vitals(state["vitals"], mine)
     _check_optimizer(state["theta_optimizer"], mine["theta_optimizer"], state["theta"])
     try:
         torch.Generator().set_state(state["generator"])
@@ -64,6 +65,16 @@ def _check_removals(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     strangers = sorted((gone | set(state["xi"])) - set(mine["names"]))
     if strangers:
         raise ValueError(f"The state speaks of {strangers}, which are no blocks of this model.")
+
+
+def _check_vitals(vitals: Any, mine: Mapping[str, Any]) -> None:
+    fits = isinstance(vitals, Mapping) and set(vitals) == {"rows", "change"}
+    fits = fits and isinstance(vitals["rows"], Mapping) and set(vitals["rows"]) <= set(mine["names"])
+    fits = fits and isinstance(vitals["change"], Tensor) and len(vitals["change"]) == len(mine["names"])
+    fields = {"step", "theta", "norm", "change"}
+    rows = [row for found in vitals["rows"].values() for row in found] if fits else []
+    if not fits or not all(isinstance(row, Mapping) and set(row) == fields for row in rows):
+        raise ValueError(f"The state's vitals are not rows of {sorted(fields)} for blocks of this model.")
 
 
 def _check_optimizer(theirs: Mapping[str, Any], ours: Mapping[str, Any], theta: Tensor) -> None:

@@ -1,7 +1,7 @@
 """What each survivor earns: the loss over a whole dataset, with the block and without it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,15 +43,27 @@ def worth(pruner: Pruner, batches: Iterable[Any], loss: Callable[[Any], Tensor])
             f"The pruner has {'finished' if pruner.finished else 'not been finalised'}. What survivors are "
             "worth is measured between `pruner.finalize()` and `pruner.finish()`."
         )
-    names = pruner.alive
-    sums, squares, total, seen = [0.0] * len(names), [0.0] * len(names), 0, 0
-    with _as_in_training(pruner.model):
+    found, _ = measured(pruner, pruner.alive, batches, loss)
+    prices = (-pruner.log_gamma(pruner.num_steps) * pruner.multipliers).tolist()
+    price = dict(zip(pruner.names, prices, strict=True))
+    return [Worth(name, *values, price[name]) for name, values in found.items()]
+
+
+@torch.no_grad()
+def measured(
+    pruner: Pruner, names: Sequence[str], batches: Iterable[Any], loss: Callable[[Any], Tensor]
+) -> tuple[dict[str, tuple[float, float]], float]:
+    """The benefit of each of `names` and its standard error; and the mean loss with all of them."""
+    sums, squares = [0.0] * len(names), [0.0] * len(names)
+    whole, total, seen = 0.0, 0, 0
+    with as_in_training(pruner.model):
         for batch in batches:
             size = samples(batch)
             run = partial(_run, pruner.model, loss, batch, seen)
-            whole = run()
-            gains = [_without(pruner, name, run) - whole for name in names]
-            found = torch.stack(gains).tolist() if gains else []
+            here = run()
+            gains = [_without(pruner, name, run) - here for name in names]
+            found = torch.stack([here, *gains]).tolist()
+            whole += size * found.pop(0)
             sums = [s + size * gain for s, gain in zip(sums, found, strict=True)]
             squares = [s + size * gain * gain for s, gain in zip(squares, found, strict=True)]
             total, seen = total + size, seen + 1
@@ -60,15 +72,13 @@ def worth(pruner: Pruner, batches: Iterable[Any], loss: Callable[[Any], Tensor])
             "There was no batch to measure on: give a loader that yields at least one, and if it is an "
             "iterator, a fresh one."
         )
-    prices = (-pruner.log_gamma(pruner.num_steps) * pruner.multipliers).tolist()
-    price = dict(zip(pruner.names, prices, strict=True))
-    rows = []
+    rows = {}
     for name, s, square in zip(names, sums, squares, strict=True):
         mean = s / total
         spread = math.sqrt(max(square / total - mean**2, 0.0) / max(seen - 1, 1))
-        benefit, error = pruner.dataset_size * mean, pruner.dataset_size * spread
-        rows.append(Worth(name, benefit, error if seen > 1 else math.inf, price[name]))
-    return rows
+        error = pruner.dataset_size * spread if seen > 1 else math.inf
+        rows[name] = pruner.dataset_size * mean, error
+    return rows, whole / total
 
 
 def _run(model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, seed: int) -> Tensor:
@@ -82,7 +92,7 @@ def _without(pruner: Pruner, name: str, run: Callable[[], Tensor]) -> Tensor:
 
 
 @contextmanager
-def _as_in_training(model: nn.Module) -> Iterator[None]:
+def as_in_training(model: nn.Module) -> Iterator[None]:
     with in_mode(model, training=True):
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -1,11 +1,13 @@
 """Train and prune a network after a recipe, in a folder that can be resumed at any step."""
 
+from shallower.training.certified import CERTIFICATE, certify_run, recipe_of
 from shallower.training.launch import launched
 from shallower.training.loop import Interrupted, Note, train, train_against_dense
 from shallower.training.result import Result, compare
 from shallower.training.run import CHECKPOINT, Machine, Run, RunError
 
 __all__ = [
+    "CERTIFICATE",
     "CHECKPOINT",
     "Interrupted",
     "Machine",
@@ -13,8 +15,10 @@ __all__ = [
     "Result",
     "Run",
     "RunError",
+    "certify_run",
     "compare",
     "launched",
+    "recipe_of",
     "train",
     "train_against_dense",
 ]

@@ -1,0 +1,84 @@
+"""What the command line prints: tables for a terminal."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shallower.certificate import Certificate
+from shallower.training import Result
+
+out = Console()
+
+
+def show(result: Result, folder: Path) -> None:
+    table = Table("", "dense", "pruned", title=f"{result.recipe}, seed {result.seed}")
+    table.add_row("blocks", str(result.blocks), str(result.blocks_kept))
+    table.add_row("parameters", f"{result.params_dense:,}", f"{result.params:,}  (-{result.ppr:.2f} %)")
+    table.add_row("MACs", f"{result.macs_dense:,}", f"{result.macs:,}  (-{result.fpr:.2f} %)")
+    table.add_row("training MACs", "1", f"{result.training_macs_ratio:.2f}")
+    if result.test_accuracy is not None:
+        table.add_row("test accuracy, %", "", f"{result.test_accuracy:.2f}")
+    else:
+        table.add_row("test RMSE", "", f"{result.test_rmse:.4f}")
+    table.add_row("seconds", "", f"{result.seconds:.1f}")
+    out.print(table)
+    out.print(f"written to {folder}", highlight=False)
+
+
+def show_ratios(found: dict[str, Any]) -> None:
+    table = Table("against the dense network", "", title="trained in turn, on the same data")
+    table.add_row("training load, survivors at full cost", f"{found['training_load_ratio']:.2f}")
+    table.add_row("training MACs that really ran", f"{found['training_macs_ratio']:.2f}")
+    table.add_row("training seconds", f"{found['seconds_ratio']:.2f}")
+    if found["accuracy_difference"] is not None:
+        table.add_row("test accuracy, points", f"{found['accuracy_difference']:+.2f}")
+    table.add_row("test loss", f"{found['loss_difference']:+.4f}")
+    out.print(table)
+
+
+def show_blocks(name: str, params: int, macs: int, blocks: list[dict[str, Any]]) -> None:
+    table = Table(
+        "block", "parameters", "%", "MACs", "%", title=f"{name}: {params:,} parameters, {macs:,} MACs"
+    )
+    totals = {"params": max(params, 1), "macs": max(macs, 1)}
+    for row in blocks:
+        cells = [(f"{row[k]:,}", f"{100 * row[k] / total:.1f}") for k, total in totals.items()]
+        table.add_row(str(row["name"]), *(text for cell in cells for text in cell))
+    out.print(table)
+    share = [100 * sum(row[k] for row in blocks) / total for k, total in totals.items()]
+    out.print(f"{len(blocks)} blocks can be pruned: {share[0]:.1f} % of parameters, {share[1]:.1f} % of MACs")
+
+
+def show_certificate(found: Certificate) -> None:
+    """Each survivor against O1 to O3, each removed block's evidence, the ladder, and the whole."""
+    table = Table(
+        "survivor", "earns (95 %)", "price", "first order", "O3", "O1", "verdict", title="survivors"
+    )
+    for row in found.survivors:
+        earned = f"{row.benefit:.4g} ({row.low:.4g} to {row.high:.4g})"
+        bent = "" if row.curvature is None else f"{row.curvature:.3g} (-{row.gap:.2g})"
+        cells = f"{row.price:.4g}", f"{row.estimate:.4g}", f"{row.rest:.3f}", bent, row.verdict
+        table.add_row(row.block, earned, *cells)
+    out.print(table)
+    table = Table(
+        "removed", "step", "theta", "|w|", "dL/dtheta", "Lambda", "A0's radius", "found", title="removed"
+    )
+    for gone in found.deaths:
+        path = f"{gone.lyapunov[0]:.3g} to {gone.lyapunov[-1]:.3g}" if gone.lyapunov else ""
+        numbers = [f"{v:.3g}" for v in (gone.theta, gone.norm, gone.slope)]
+        table.add_row(gone.block, str(gone.step), *numbers, path, f"{gone.radius:.3g}", gone.finding)
+    out.print(table)
+    if found.ladder:
+        table = Table(
+            "would go", "from log gamma", "blocks left", "training loss", "score", title="price ladder"
+        )
+        for rung in found.ladder:
+            score = "" if rung.score is None else f"{rung.score:.2f}"
+            table.add_row(rung.block, f"{rung.log_gamma:.4g}", str(rung.left), f"{rung.loss:.4f}", score)
+        out.print(table)
+    parts = f"weights {found.weights_residual:.3f}, theta {found.theta_residual:.3f}"
+    out.print(f"KKT residual of the whole problem: {found.kkt_residual:.3f} ({parts})", highlight=False)
+    for note in found.notes:
+        out.print(note, highlight=False, markup=False)
