@@ -9,6 +9,7 @@ the model as it was. Exits with 1 and the smallest case where that does not hold
 import copy
 import io
 import json
+import math
 import sys
 import tempfile
 from functools import cache
@@ -137,6 +138,97 @@ def checkpoints(how: tuple[Any, ...]) -> None:
             train(recipe("digits", QUICK), digits(), folder, resume=True, worth=False)
         except (RunError, ValueError, OSError) as error:
             says(error)
+
+
+# -- files that are whole, and hold something else --------------------------------------------------------
+
+
+class Bomb:
+    """A pickle of it writes a file when it is read as one."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+places = st.lists(st.integers(0, 30), min_size=1, max_size=4)
+
+
+def exchanged(state: Any, where: list[int], value: Any) -> Any:
+    """`state` with something in it, down to some depth, exchanged, or taken away."""
+    step, *further = where
+    if isinstance(state, dict) and state:
+        key = list(state)[step % len(state)]
+        if value is Bomb and not further:
+            return {k: v for k, v in state.items() if k != key}
+        return {**state, key: exchanged(state[key], further, value) if further else value}
+    if isinstance(state, list) and state:
+        at = step % len(state)
+        return [exchanged(v, further, value) if n == at and further else v for n, v in enumerate(state)]
+    return value
+
+
+values = st.one_of(junk, st.just(Bomb), st.sampled_from([torch.ones(2), torch.full((3,), torch.nan)]))
+
+
+@given(places, values, st.booleans())
+def fields(where: list[int], value: Any, hostile: bool) -> None:
+    """A checkpoint in which something else stands is refused by its name, or gone on with; nothing is run."""
+    with tempfile.TemporaryDirectory() as place:
+        folder, trap = Path(place) / "run", Path(place) / "trap"
+        folder.mkdir()
+        state = torch.load(io.BytesIO(finished()[CHECKPOINT]), weights_only=True)
+        torch.save(
+            exchanged(state, where, Bomb(str(trap)) if hostile else value),
+            folder / CHECKPOINT,
+        )
+        try:
+            train(recipe("digits", QUICK), digits(), folder, resume=True, worth=False)
+        except RunError as error:
+            says(error, CHECKPOINT, "In epoch", "training loss")
+        assert not trap.exists(), "a pickle was run"
+
+
+@given(places, values)
+def states(where: list[int], value: Any) -> None:
+    """A pruner's state in which something else stands is refused, and the model stays as it was."""
+    torch.manual_seed(0)
+    model = odd_model("plain", 4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    pruner = Pruner(model, optimizer, dataset_size=50, log_gamma=-5.0)
+    one_step(model, optimizer, pruner, torch.randn(4, 4))
+    parts, rates = [type(m) for m in model.modules()], pruner.thetas
+    state = exchanged(pruner.state_dict(), where, value)
+    try:
+        pruner.load_state_dict(state)
+    except ValueError as error:
+        says(error, "state")
+        assert [type(m) for m in model.modules()] == parts, "a refused call changed the model"
+        assert pruner.thetas == rates, "a refused call changed the rates"
+        return
+    one_step(model, optimizer, pruner, torch.randn(4, 4))
+    assert all(math.isfinite(rate) for rate in pruner.thetas.values())
+
+
+@given(places, junk.filter(lambda value: not isinstance(value, int) or value < 100))
+def structures(where: list[int], value: Any) -> None:
+    """A structure in which something else stands gives a network, or is refused."""
+    with tempfile.TemporaryDirectory() as place:
+        structure = exchanged(json.loads(finished()["structure.json"]), where, value)
+        (Path(place) / "model.safetensors").write_bytes(finished()["model.safetensors"])
+        (Path(place) / "structure.json").write_text(json.dumps(structure))
+        try:
+            net = shallower.load(place)
+        except ValueError as error:
+            says(error, "structure", "options", "weights", "Found")
+            return
+        with torch.no_grad():
+            assert net(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+
+
+# -- data -------------------------------------------------------------------------------------------------
 
 
 @given(st.sampled_from(["idx", "cifar10", "cifar100"]), st.integers(0, 3), damage)
@@ -273,31 +365,74 @@ def models(kind: str, width: int, depth: int, options: dict[str, Any]) -> None:
 
 
 def step(model: nn.Module, optimizer: Any, pruner: Pruner, kind: str, width: int) -> None:
-    if kind in ("meta", "complex"):
+    if kind == "meta":
         return
+    assert kind != "complex", "first-order estimates of complex weights"
     first = next(model.parameters())
     x = torch.randn(1 if kind == "one" else 4, width, dtype=first.dtype)
+    before = pruner.thetas
     try:
         for _ in range(2):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x).float(), torch.zeros(len(x), dtype=torch.long)).backward()
-            optimizer.step()
-            pruner.step()
+            one_step(model, optimizer, pruner, x)
         pruner.finalize()
         net = pruner.finish()
-    except (FloatingPointError, RuntimeError, ValueError) as error:
-        says(error)
+    except FloatingPointError as error:  # a loss of nan
+        says(error, "At step")
+        assert pruner.thetas == before
+        return
+    except (RuntimeError, ValueError) as error:
+        # PyTorch's own word on a batch of one sample, ours on everything else.
+        says(error, "more than 1 value per channel", "schedule", "Nothing", "No gradient", "rate")
         return
     assert not any("theta" in name for name, _ in net.named_buffers())
     if kind != "nan":
         assert torch.isfinite(net.eval()(x)).all()
 
 
-KINDS = (recipes, networks, checkpoints, datasets, pictures, models)
+def one_step(model: nn.Module, optimizer: Any, pruner: Pruner, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x).float(), torch.zeros(len(x), dtype=torch.long)).backward()
+    optimizer.step()
+    pruner.step()
+
+
+# -- losses and loaders -----------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from([float("nan"), float("inf"), -float("inf"), 1.0]), st.integers(0, 6), st.integers(0, 9)
+)
+def losses(factor: float, when: int, size: int) -> None:
+    """A loss that is not finite stops at its step; a loader without a batch, before the first."""
+    torch.manual_seed(0)
+    model = odd_model("plain", 4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    pruner = Pruner(model, optimizer, dataset_size=50, log_gamma=-5.0)
+    batches = data.Batches(torch.randn(size, 4), torch.zeros(size, dtype=torch.long), 2, seed=0)
+    try:
+        for step, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y) * (factor if step == when else 1.0)
+            loss.backward()
+            optimizer.step()
+            pruner.step()
+        pruner.finalize()
+    except FloatingPointError as error:
+        says(error, f"At step {when}")
+        assert not math.isfinite(factor)
+        return
+    except RuntimeError as error:
+        says(error, "before any pruner.step()")
+        assert size == 0
+        return
+    assert math.isfinite(factor) or when >= len(batches)
+
+
+KINDS = (recipes, networks, structures, checkpoints, fields, states, datasets, pictures, models, losses)
 
 
 def main() -> None:
-    cases = int(sys.argv[1]) if sys.argv[1:] else 10_002
+    cases = int(sys.argv[1]) if sys.argv[1:] else 10_000
     torch.set_num_threads(1)
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
     for kind in KINDS:

@@ -13,19 +13,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from shallower import Pruner, Residual, models
 from shallower.distributed import DataParallel
 from shallower.ledger import count_macs, count_parameters
-from tests.distributed.ranks import on_ranks
 
 BUCKET = 25 * 2**20  # bytes of gradients that DistributedDataParallel sends at once
 OFF = 0.20
@@ -52,6 +50,7 @@ class Cluster:
     speed: float
     bytes_per_second: float
     latency: float
+    overlap: float = 1.0  # how much of what is sent travels during the backward pass, as long as that takes
 
     def reduce(self, size: float, workers: int) -> float:
         """Seconds of an all-reduce: each worker sends and receives 2 (N - 1) / N of it, in 2 log2 N hops."""
@@ -59,11 +58,13 @@ class Cluster:
         return hops * self.latency + 2 * (workers - 1) / workers * size / self.bytes_per_second
 
     def step(self, load: Load, batch: int, workers: int) -> float:
-        """Seconds of a step: gradients travel while the backward pass computes, the estimates after it."""
+        """Seconds of a step: forward and backward, the gradients in buckets, the estimates after them."""
         forward = batch * load.macs / self.speed
-        size, buckets = 4 * load.params, max(1, math.ceil(4 * load.params / BUCKET))
+        size = 4 * load.params
+        buckets = 1 + math.ceil(size / BUCKET)  # the first of them is small, and sent at once
         sent = buckets * self.reduce(size / buckets, workers)
-        return forward + max(2 * forward, sent) + self.reduce(0, workers)
+        hidden = self.overlap * min(2 * forward, sent)
+        return 3 * forward + sent - hidden + self.reduce(0, workers)
 
 
 def training(cluster: Cluster, dense: Load, end: Load, run: "Run", workers: int) -> tuple[float, float]:
@@ -143,16 +144,33 @@ def timed(step: Callable[[], int], number: int) -> tuple[float, float]:
     return statistics.median(seconds), statistics.median(sizes)
 
 
-def alone(rank: int, name: str, state: str) -> float:
+def alone(name: str, state: str) -> float:
     step = prepared(name, state, None)
     timed(step, 3)
     return timed(step, 25)[0]
 
 
+def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `function(*args)` returns on each of so many processes."""
+    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "run_id": "scaling"}
+    config = LaunchConfig(1, 1, size, **place, max_restarts=0, local_addr="127.0.0.1")
+    found = elastic_launch(config, _started)(function, *args)
+    return [found[rank] for rank in range(size)]
+
+
+def _started(function: Callable[..., Any], *args: Any) -> Any:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        return function(*args)
+    finally:
+        dist.destroy_process_group()
+
+
 SMALL, LARGE = 64, 8 * 2**20  # bytes of the bare reductions
 
 
-def together(rank: int, name: str, state: str) -> tuple[float, ...]:
+def together(name: str, state: str) -> tuple[float, ...]:
     """Seconds of a step of two processes that only wait for each other at its end; of two that reduce their
     gradients; of a small and a large reduction alone; and the bytes of a step. All in turn."""
     apart, token = prepared(name, state, None), torch.zeros(SMALL // 4)
@@ -201,14 +219,20 @@ def measure() -> bool:
             (one,) = on_ranks(1, alone, name, state)
             slower = map(max, zip(*on_ranks(2, together, name, state), strict=True))
             silent, talking, small, large, size = slower
-            here = Cluster(1.0, (LARGE - SMALL) / (large - small), small / 2)
-            buckets = max(1, math.ceil(size / BUCKET)) + 1  # the first of them is small, and sent at once
-            predicted = silent + buckets * here.reduce(size / buckets, 2)  # nothing computes meanwhile
+            # Two that wait: a forward pass is a third of that, so that it takes `silent` in all.
+            link = (LARGE - SMALL) / (large - small)
+            here = Cluster(1.0, link, small / 2, overlap=0.0)  # both cores compute: nothing is hidden
+            load = Load((silent - here.reduce(0, 2)) / 3, size / 4)
+            predicted = here.step(load, 1, 2)
             off = talking / predicted - 1
             good = good and abs(off) <= OFF
             times = [f"{1e3 * v:.1f}" for v in (one, silent, talking, predicted)]
-            link = [f"{size / 1e3:,.0f}", f"{here.bytes_per_second / 1e9:.2f}", f"{1e6 * here.latency:.0f}"]
-            print(f"| {' | '.join([name, state, *times, f'{100 * off:+.0f} %', *link])} |", flush=True)
+            numbers = [
+                f"{size / 1e3:,.0f}",
+                f"{here.bytes_per_second / 1e9:.2f}",
+                f"{1e6 * here.latency:.0f}",
+            ]
+            print(f"| {' | '.join([name, state, *times, f'{100 * off:+.0f} %', *numbers])} |", flush=True)
     return good
 
 
@@ -232,7 +256,7 @@ def predict() -> None:
         # The paper's 2.80 G and 17.94 M.
         "ResNet-50": (
             resnet50,
-            Load(2.80e9, PAPER_RESNET50),
+            Load(2.80e9, 17.94e6),
             Run(1_281_167, 32, 90, 35),
             Cluster(2e13, 1.25e9, 20e-6),
         ),
@@ -251,9 +275,6 @@ def predict() -> None:
                 both = training(Cluster(cluster.speed, speed, cluster.latency), dense, end, run, workers)
                 cells += [f"{both[0] / 3600:.4g}", f"{both[1] / 3600:.4g}", f"{both[1] / both[0]:.2f}"]
             print(f"| {workers:,} | {' | '.join(cells)} |")
-
-
-PAPER_RESNET50 = 17.94e6
 
 
 def main() -> None:

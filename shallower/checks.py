@@ -31,6 +31,17 @@ def check_options(optimizer: Any, dataset_size: Any, estimator: Any, theta: floa
         )
 
 
+def check_real(model: nn.Module, blocks: Mapping[str, AnyBlock]) -> None:
+    for block in blocks.values():
+        mine = block.prunable(model.get_submodule(block.path))
+        odd = [f"{block.path}.{name}" for name, p in mine.items() if p.is_complex()]
+        if odd:
+            raise ValueError(
+                f"{', '.join(odd[:3])} are complex, and the first-order estimate is of real weights. Use "
+                "`estimator=shallower.flip`, or leave the block out with `blocks=`."
+            )
+
+
 def check_trainable(model: nn.Module, optimizer: Optimizer, blocks: Mapping[str, AnyBlock]) -> None:
     for block in blocks.values():
         mine = block.prunable(model.get_submodule(block.path))

@@ -36,12 +36,12 @@ from shallower.shown import out, show, show_blocks, show_certificate, show_ratio
 from shallower.store import load
 from shallower.training import (
     CERTIFICATE,
-    CHECKPOINT,
     Interrupted,
     Machine,
     Result,
     Run,
     RunError,
+    begun_by,
     certify_run,
     compare,
     launched,
@@ -161,9 +161,9 @@ def train_one(
         options: dict[str, Any] = {"seed": seed, "resume": resume, "overwrite": overwrite, "worth": worth}
         dense: Result | None = None
         with launched(Machine(device, bf16, channels_last, compiled)) as (launch, options["machine"]):
+            options["job"] = launch.job
             if launch.restarted:  # by torchrun, after a rank was lost
-                found = (target / CHECKPOINT).exists()
-                options.update(resume=found, overwrite=not found)
+                options.update(begun_by(target, launch.job))
             speaks = launch.first
             follow = following(target, tensorboard=tensorboard and speaks, report=page and speaks)
             with _progress(chosen, show=speaks and not as_json) as report, follow as note:

@@ -10,7 +10,8 @@ blocks leave its buckets.
         pruner.step()                               # on every rank
 
 Draws, rates and removals are the same on all ranks (see `ranks`). PyTorch's own class works, too, with
-find_unused_parameters=True; it sends zeros for what is closed or gone.
+find_unused_parameters=True; it sends zeros for what is closed or gone, and must be built anew after
+`pruner.finish()`, which makes parameters anew.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shallower.pruner import Pruner
 
+HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]  # dictionaries
+
 
 class DataParallel(DistributedDataParallel):
     """`model` on several ranks; takes what DistributedDataParallel takes.
@@ -35,24 +38,42 @@ class DataParallel(DistributedDataParallel):
     bytes_reduced: int
     _pruner: Pruner
     _given: dict[str, Any]
-    _built_for: tuple[int, bool]
+    _built_for: tuple[int, bool, bool]
 
     def __init__(self, model: nn.Module, pruner: Pruner, **options: Any) -> None:
         if pruner.model is not model:
             raise ValueError("The pruner is of another model; pass the one that it was built with.")
+        size = dist.get_world_size(options.get("process_group"))
+        if pruner.ranks.size != size:
+            raise ValueError(
+                f"The pruner averages over {pruner.ranks.size} ranks, but {size} train the model. Build it "
+                "after `init_process_group`, and with the process_group that DataParallel gets."
+            )
         self._wrap(model, pruner, {"find_unused_parameters": True, **options}, sent=0)
 
     def _wrap(self, model: nn.Module, pruner: Pruner, given: dict[str, Any], *, sent: int) -> None:
         """(Re)build the buckets; all ranks come here together, for all remove the same blocks."""
         training = model.training
+        hooks = {name: vars(self)[name] for name in HOOKS if name in vars(self)}
         super().__init__(model, **given)  # clears what was there before
+        for name, found in hooks.items():  # the user's, whose handles know these very dictionaries
+            found.update(vars(self)[name])
+            vars(self)[name] = found
         vars(self).update(_given=given, _pruner=pruner, bytes_reduced=sent)
         vars(self)["_built_for"] = self._shape()
         self.register_comm_hook(None, self._reduce)
         self.train(training)
 
-    def _shape(self) -> tuple[int, bool]:
-        return len(self._pruner.events), self._pruner.finalized
+    def _shape(self) -> tuple[int, bool, bool]:
+        pruner = self._pruner
+        return len(pruner.events), pruner.finalized, pruner.finished  # finishing makes parameters anew
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a rank that has no batch left would not take part in the reduction of the estimates."""
+        raise NotImplementedError(
+            "A pruned model cannot be trained on uneven numbers of batches: give every rank as many, as "
+            "DistributedSampler does, or end all of them with the first that has none left."
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._shape() != self._built_for and torch.is_grad_enabled():

@@ -46,7 +46,9 @@ class BeforeStep:
         elif self._checks > 0:
             self._check_unscaled()
         if self.keep_weights:
-            self._weights = [(p, p.detach().clone()) for g in optimizer.param_groups for p in g["params"]]
+            self._weights = [
+                (p, _values(p).detach().clone()) for g in optimizer.param_groups for p in g["params"]
+            ]
         self._fill()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -76,9 +78,12 @@ class BeforeStep:
             self._swap()
 
     def _swap(self) -> None:
-        moved = [(p, p.data) for p, _ in self._weights]
+        moved = [(p, _values(p)) for p, _ in self._weights]
         for p, data in self._weights:
-            p.data = data
+            if hasattr(p, "to_local"):  # FSDP2 reads its own memory, of which this is a view
+                p.to_local().copy_(data)
+            else:
+                p.data = data
         self._weights = moved
 
     def _check_unscaled(self) -> None:
@@ -101,3 +106,8 @@ class BeforeStep:
                     "`Pruner(..., grad_scaler=scaler)`."
                 )
             return
+
+
+def _values(p: Tensor) -> Tensor:
+    """What a parameter holds now, of which a sharded one has this rank's part, as a copy."""
+    return p.to_local().detach().clone() if hasattr(p, "to_local") else p.data

@@ -14,7 +14,7 @@ from shallower import optim, prior
 from shallower.absorption import Absorption, absorb
 from shallower.aside import frozen_statistics
 from shallower.blocks import BlockFinder, choose, unaliased
-from shallower.checks import check_options, check_trainable
+from shallower.checks import check_options, check_real, check_trainable
 from shallower.compilation import Compiler
 from shallower.estimators import Closure, Estimator, first_order, needs_loss
 from shallower.fitting import AnyBlock, cut, fit, take_off, without
@@ -25,7 +25,7 @@ from shallower.ranks import DEFAULT, Group, Ranks, give_to_ddp, keep_from_ddp
 from shallower.sharding import check_sharded, is_sharded, leave_groups, leave_root
 from shallower.split import Block
 from shallower.stacks import check_stacks, compact
-from shallower.state import VERSION, check_state
+from shallower.state import VERSION, check_loads, check_state
 from shallower.vitals import EVERY, Vitals
 from shallower.whole import Whole
 
@@ -113,6 +113,8 @@ class Pruner:
         found, self.rejected = choose(model, blocks, example)
         self.blocks = {block.name: block for block in found}
         check_trainable(model, optimizer, self.blocks)
+        if not needs_loss(estimator):
+            check_real(model, self.blocks)
         check_sharded(model, self.blocks)
         self.multipliers = prior.multiplier_vector(multipliers, self.names)
         self.theta = torch.full((len(found),), float(theta), dtype=torch.float64)  # on the host, which draws
@@ -273,7 +275,7 @@ class Pruner:
         None if a scaled gradient has overflowed, as a GradScaler expects it now and then.
         """
         found = _vector(self._ask(closure), len(self.gates))
-        known = self.ranks.mean(found, self._stamp())  # the one transfer in a step
+        known = self.ranks.mean(found, self._stamp(), self._weights())  # the one transfer in a step
         if not all(map(math.isfinite, known)):
             if self.grad_scaler is not None:
                 return None
@@ -293,6 +295,12 @@ class Pruner:
         if self.ranks.size == 1:
             return b""
         return repr((self.num_steps, self.theta.tolist(), [gate.xi for gate in self.gates.values()])).encode()
+
+    def _weights(self) -> list[Tensor]:
+        """The weights that ranks hold against each other's, now and then."""
+        if self.ranks.size == 1 or self.num_steps % EVERY:
+            return []
+        return [p for p in self.model.parameters() if not hasattr(p, "to_local")]  # of a shard, each its part
 
     def _ask(self, closure: Closure | None) -> Sequence[Tensor] | Tensor:
         gates = list(self.gates.values())
@@ -367,6 +375,7 @@ class Pruner:
         if self.finalized:
             return []
         self._check_begun("finalize")
+        self.ranks.check_same(step=self.num_steps, threshold=threshold)
         events = self._remove(threshold, inclusive=False)
         self._ungate()
         return events
@@ -436,6 +445,7 @@ class Pruner:
             "sizes": self._sizes,
             "num_steps": self.num_steps,
             "finalized": self.finalized,
+            "finalized_at": self.finalized_at,
             "theta": self.theta.clone(),
             "xi": [name for name, gate in self.gates.items() if gate.xi],
             "theta_optimizer": self.theta_optimizer.state_dict(),
@@ -448,6 +458,7 @@ class Pruner:
         """Continue where `state` was taken. Load it first: it removes the blocks that were removed, so
         that the states of the model and of the optimiser fit."""
         check_state(state, self.state_dict())
+        check_loads(self.theta_optimizer, state)
         removed = [Removal(**event) for event in state["events"]]
         for event in removed:
             if event.block in self.gates:
@@ -460,6 +471,7 @@ class Pruner:
         self.theta.copy_(state["theta"])
         if state["finalized"] and not self.finalized:
             self._ungate()
+            self.finalized_at = state["finalized_at"]
         for name, gate in self.gates.items():
             gate.xi, gate.rate = name in state["xi"], self.thetas[name]
             for follower in self._followers:

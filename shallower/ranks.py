@@ -16,6 +16,7 @@ from torch import Tensor, nn
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # what DistributedDataParallel asks a model for
 Group = Any  # a ProcessGroup; "default": the default group, if there is one; None: this process alone
 DEFAULT: Literal["default"] = "default"
+TOLERANCE = 1e-4  # by which weights of ranks may differ
 
 
 class Ranks:
@@ -28,24 +29,45 @@ class Ranks:
         self.group = dist.group.WORLD if ready and group == DEFAULT else group if ready else None
         self.size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.waits = dist.is_available() and not ready and group == DEFAULT  # ranks may come yet
 
-    def mean(self, values: Tensor, stamp: bytes) -> list[float]:
-        """The mean over the ranks of what each has found, if all of them have the same `stamp`."""
+    def mean(self, values: Tensor, stamp: bytes, weights: Sequence[Tensor] = ()) -> list[float]:
+        """The mean over the ranks of what each has found, if all of them have the same `stamp`, and, up to
+        rounding, the same `weights`."""
         if self.size == 1:
+            self._check_alone()
             return values.tolist()
         # Equal stamps have their own value as mean, exactly, and no variance.
         own = int.from_bytes(hashlib.blake2b(stamp, digest_size=4).digest(), "big") >> 12
         tail = torch.tensor([own, own * own], dtype=torch.float64, device=values.device)
-        sent = torch.cat([values.double(), tail])
+        sizes = [w.detach().double().abs().sum().to(values.device) for w in weights]
+        mine = torch.stack(sizes) if sizes else tail.new_zeros(0)
+        sent = torch.cat([values.double(), mine, tail])
         dist.all_reduce(sent, group=self.group)
         *means, first, second = sent.div_(self.size).tolist()
+        means, theirs = means[: len(values)], means[len(values) :]
         if (first, second) != (own, own * own):
             raise RuntimeError(
                 f"Rank {self.rank} of {self.size}: the ranks no longer have the same rates and draws, and "
                 "would train different networks. Give every rank the same seed, recipe and checkpoint, and "
                 "call `pruner.step()` on all of them after every `optimizer.step()`."
             )
+        apart = [abs(a - b) > TOLERANCE * max(a, b) for a, b in zip(mine.tolist(), theirs, strict=True)]
+        if any(apart):
+            raise RuntimeError(
+                f"Rank {self.rank} of {self.size}: {sum(apart)} of {len(apart)} parameters are not the same "
+                "on all ranks, which train different networks. Begin with the same weights everywhere, and "
+                "let DistributedDataParallel or shallower.distributed.DataParallel average the gradients; to "
+                "prune on each rank alone, `Pruner(..., process_group=None)`."
+            )
         return means
+
+    def _check_alone(self) -> None:
+        if self.waits and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "The Pruner was built before `init_process_group`, so it knows nothing of the other ranks. "
+                "Build it afterwards; to prune on each rank alone, `Pruner(..., process_group=None)`."
+            )
 
     @property
     def first(self) -> bool:

@@ -1,10 +1,13 @@
 """The state of a pruner: refused, if it does not fit, before anything is touched."""
 
+import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 VERSION = 1
 
@@ -14,7 +17,7 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping) or set(state) != set(mine):
         found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(f"This is no state of a Pruner: found {found}, needed the keys {sorted(mine)}.")
-    if state["version"] != VERSION:
+    if type(state["version"]) is not int or state["version"] != VERSION:
         raise ValueError(f"The state has version {state['version']}; this shallower reads version {VERSION}.")
     for key in ("names", "sizes", "xi", "events"):
         if not isinstance(state[key], list):
@@ -46,8 +49,13 @@ def _check_theta(theta: Any, number: int) -> None:
 
 def _check_removals(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     fields = {"step", "block", "theta"}
-    if not all(isinstance(event, Mapping) and set(event) == fields for event in state["events"]):
-        raise ValueError(f"The state's events are {state['events']}; each needs {sorted(fields)}.")
+    kinds = {"step": int, "block": str, "theta": float}
+    for event in state["events"]:
+        fits = isinstance(event, Mapping) and set(event) == fields
+        if not fits or not all(isinstance(event[name], kind) for name, kind in kinds.items()):
+            raise ValueError(f"The state's events are {state['events']}; each needs {sorted(fields)}.")
+    if not all(isinstance(name, str) for name in state["xi"]):
+        raise ValueError(f"The state's xi are {state['xi']!r}; names of blocks are needed.")
     gone = {event["block"] for event in state["events"]}
     back = [event["block"] for event in mine["events"] if event["block"] not in gone]
     if back or (mine["finalized"] and not state["finalized"]):
@@ -77,8 +85,30 @@ def _check_vitals(vitals: Any, mine: Mapping[str, Any]) -> None:
         raise ValueError(f"The state's vitals are not rows of {sorted(fields)} for blocks of this model.")
 
 
+def check_loads(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise ValueError if the theta optimiser could not go on with its part of `state`; tried on a copy."""
+    twin = copy.deepcopy(optimizer)
+    try:
+        twin.load_state_dict(copy.deepcopy(dict(state["theta_optimizer"])))
+        for group in twin.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        twin.step()
+        values = [v for group in twin.param_groups for v in group.values() if isinstance(v, float)]
+        tensors = [v for entry in twin.state.values() for v in entry.values() if isinstance(v, Tensor)]
+        tensors += [p for group in twin.param_groups for p in group["params"]]
+        if not all(map(math.isfinite, values)) or not all(bool(t.isfinite().all()) for t in tensors):
+            raise ValueError("it holds numbers that are not finite")
+    except Exception as error:  # whatever an optimiser makes of a state that is not its own
+        raise ValueError(
+            f"The state's theta_optimizer cannot be gone on with ({type(error).__name__}: {error})."
+        ) from error
+
+
 def _check_optimizer(theirs: Mapping[str, Any], ours: Mapping[str, Any], theta: Tensor) -> None:
     if not isinstance(theirs, Mapping) or set(theirs) != set(ours):
+        raise ValueError(f"The state's theta_optimizer is {theirs!r}, which is no state of an optimiser.")
+    if not isinstance(theirs["state"], Mapping) or not isinstance(theirs["param_groups"], list):
         raise ValueError(f"The state's theta_optimizer is {theirs!r}, which is no state of an optimiser.")
     keys = [[sorted(group) for group in s["param_groups"]] for s in (theirs, ours)]
     moments = [

@@ -77,7 +77,7 @@ def load(folder: str | Path, *, build: Build | None = None, example: Any = None)
     try:
         with torch.random.fork_rng(devices=[]):
             net = build(**structure["options"])
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"The options {structure['options']} of {folder / STRUCTURE} do not fit {name}: {error}"
         ) from error
@@ -115,6 +115,8 @@ def apply_structure(
     if not isinstance(structure.get("removed"), list | tuple):
         raise ValueError(f"Found a structure of {sorted(structure)}; it needs 'removed', a list of blocks.")
     removed = list(structure["removed"])
+    if not all(isinstance(name, str) for name in removed):
+        raise ValueError(f"The structure removes {removed}; names of blocks are needed.")
     twice = sorted({name for name in removed if removed.count(name) > 1})
     if twice:
         raise ValueError(f"The structure removes {twice} more than once; it is damaged.")
@@ -145,7 +147,7 @@ def _structure(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"There is no {path}; a finished run has one: `shallower train RECIPE --out {path.parent}`."
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no structure of a network: {error}") from error
     needed = {"version": int, "network": str, "options": dict, "removed": list}
     fits = isinstance(structure, dict) and all(isinstance(structure.get(k), t) for k, t in needed.items())

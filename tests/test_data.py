@@ -959,6 +959,25 @@ def test_the_parts_of_two_ranks_are_the_batches_of_one_process_augmented_alike(i
             assert torch.equal(tensor, torch.cat(pieces))
 
 
+def test_a_rank_whose_part_of_a_small_batch_is_empty_gets_an_empty_batch(images):
+    train, _ = folder.imagenet(images)
+    parts = [list(FolderBatches(train, 4, seed=0, size=16, part=(rank, 2))) for rank in range(2)]
+    assert [len(labels) for _, labels in parts[0]] == [2, 0]
+    assert [tuple(inputs.shape) for inputs, _ in parts[0]] == [(2, 3, 16, 16), (0, 3, 16, 16)]
+    assert [len(labels) for _, labels in parts[1]] == [2, 1]
+
+
+def test_images_of_16_bits_are_scaled_and_those_of_an_unknown_range_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    grey = Image.fromarray(np.full((20, 20), 40_000, dtype=np.uint16))
+    grey.save(tmp_path / "a" / "deep.png")
+    (inputs, _), *_ = FolderBatches(folder.scan(tmp_path), 1, seed=0, size=8)
+    assert_close(inputs, torch.full_like(inputs, 40_000 / 65_535), atol=0.005, rtol=0)
+    Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(tmp_path / "a" / "deep.png", format="TIFF")
+    with pytest.raises(DataError, match=r"deep\.png: .*floating-point numbers"):
+        list(FolderBatches(folder.scan(tmp_path), 1, seed=0, size=8))
+
+
 def test_views_show_the_right_part():
     gradient = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (256, 1)), "L").convert("RGB")
     centre = np.asarray(folder.centre_view(gradient, [0.0] * 5, 224))

@@ -160,7 +160,6 @@ def learn(model: nn.Module, loader: list[tuple[Tensor, Tensor]]) -> None:
 
 def test_a_gated_model_is_sent_to_another_process_and_runs_there_as_here() -> None:
     model = start(6)[0]
-    run((model, *start(6)[1:]), [])
     x, context = torch.randn(5, 4), mp.get_context("spawn")
     queue = context.Queue()
     child = context.Process(target=answer, args=(model, x, queue))

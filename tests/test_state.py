@@ -1,5 +1,7 @@
 """A state that does not fit is refused before anything is touched."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,22 @@ def broken(**changes):
     return {**pruner.state_dict(), **changes}
 
 
+def optimizer_with(**changes):
+    """A state whose theta optimiser has some of its parts exchanged."""
+    state = broken()
+    theirs = copy.deepcopy(state["theta_optimizer"])
+    for name, value in changes.items():
+        if name == "state":
+            theirs["state"] = value
+        elif name == "moment":
+            theirs["state"][0] = value
+        elif name == "exp_avg":
+            theirs["state"][0][name] = value
+        else:
+            theirs["param_groups"][0][name] = value
+    return {**state, "theta_optimizer": theirs}
+
+
 def without(key: str):
     state = broken()
     del state[key]
@@ -48,6 +66,19 @@ CASES = {
     "strange removal": (lambda: broken(events=[{"step": 1, "block": "x", "theta": 0.0}]), "no blocks"),
     "strange draw": (lambda: broken(xi=["x"]), "no blocks"),
     "theta optimizer": (lambda: started(theta_optimizer=RobbinsMonro)[2].state_dict(), "theta_optimizer"),
+    "version of another kind": (lambda: broken(version=torch.ones(2)), "version"),
+    "draws of another kind": (lambda: broken(xi=[[]]), "names of blocks"),
+    "removal of another kind": (
+        lambda: broken(events=[{"step": 1, "block": [], "theta": 0.0}]),
+        "each needs",
+    ),
+    "vitals": (lambda: broken(vitals={"rows": []}), "vitals"),
+    "no state of the optimizer": (lambda: optimizer_with(state=[]), "no state of an optimiser"),
+    "moments without a step": (lambda: optimizer_with(moment={"exp_avg": torch.zeros(3)}), "KeyError"),
+    "moments of nan": (lambda: optimizer_with(exp_avg=torch.full((3,), torch.nan)), "not finite"),
+    "rate of nan": (lambda: optimizer_with(lr=float("nan")), "not finite"),
+    "rate in words": (lambda: optimizer_with(lr="fast"), "cannot be gone on with"),
+    "two parameters": (lambda: optimizer_with(params=[0, 1]), "cannot be gone on with"),
     "generator": (lambda: broken(generator=torch.zeros(3, dtype=torch.uint8)), "generator"),
 }
 

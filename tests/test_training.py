@@ -258,11 +258,37 @@ def test_a_loss_that_explodes_names_the_epoch_and_keeps_the_checkpoint(digits, t
         with pytest.raises(RunError, match=r"In epoch 0: At step .*--overwrite --set lr"):
             train(steep, digits, tmp_path)
         return
-    with pytest.raises(RunError, match=r"became (nan|inf) in epoch 1.*--overwrite --set lr"):
+    with pytest.raises(RunError, match=r"nan or inf in epoch 1, at step 4[67]\..*--overwrite --set lr"):
         train(steep, digits, tmp_path)
     kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert kept["loader"]["epoch"] == 1
     assert all(tensor.isfinite().all() for tensor in kept["model"].values())
+
+
+FOREIGN = {
+    "a list": lambda state: [1],
+    "a tensor": lambda state: torch.ones(3),
+    "of something else": lambda state: {"state_dict": {}},
+    "no load": lambda state: state | {"load": None},
+    "no history": lambda state: state | {"history": "[]"},
+    "history of another kind": lambda state: state | {"history": "3"},
+    "an empty optimizer": lambda state: state | {"optimizer": {}},
+    "an epoch in words": lambda state: state | {"loader": state["loader"] | {"epoch": "one"}},
+    "no recipe": lambda state: state | {"recipe": "digits"},
+    "no pruner": lambda state: state | {"pruner": None},
+    "other weights": lambda state: state | {"model": {"x": torch.ones(1)}},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(FOREIGN))
+def test_a_checkpoint_of_another_shape_ends_in_a_clear_error(digits, tmp_path, kind):
+    train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, worth=False)
+    path = tmp_path / "checkpoint.pt"
+    torch.save(FOREIGN[kind](torch.load(path, weights_only=True)), path)
+    before = path.read_bytes()
+    with pytest.raises(RunError, match=r"checkpoint\.pt (is no checkpoint|does not fit|has a recipe)"):
+        train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, resume=True, worth=False)
+    assert path.read_bytes() == before
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(digits, tmp_path, monkeypatch):

@@ -115,7 +115,7 @@ class Cost:
             return smallest_eigenvalue(product, sum(s.numel() for s in shapes), steps=steps, like=like)
 
     def differentiate_twice(self, parameters: Sequence[nn.Parameter]) -> None:
-        """On one batch, through every operator: asked for single gradients, PyTorch would leave out those that
+        """On one batch, through every operator: asked for single gradients, PyTorch leaves out those that
         cannot, without a word."""
         kept = [(p, p.grad) for p in self.pruner.model.parameters()]
         try:

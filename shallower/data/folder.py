@@ -85,6 +85,15 @@ def imagenet(data_dir: str | Path | None = None) -> tuple[ImageFolder, ImageFold
     return train, val
 
 
+def _in_colour(image: Any) -> Any:
+    """An image as RGB of eight bits; Pillow would cut 16 bits at 255 instead of scaling them."""
+    if image.mode.startswith("I"):
+        image = pillow().fromarray((np.asarray(image).astype(np.uint32) // 257).astype(np.uint8))
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of an unknown range")
+    return image.convert("RGB")
+
+
 def random_view(image: Any, draws: list[float], size: int) -> Any:
     """A part (8 to 100 % of the area, 3:4 to 4:3 in shape) scaled to size x size, half of them mirrored.
 
@@ -161,7 +170,10 @@ class FolderBatches(Loader):
             pool.shutdown(cancel_futures=True)
 
     def _collect(self, epoch: int, images: list[Future[Tensor]], index: Tensor, batch: int) -> Batch:
-        inputs = torch.stack([image.result() for image in images]).to(self.device, non_blocking=True)
+        size = self.image_size
+        none = torch.empty(0, 3, size, size, dtype=torch.uint8)  # a rank's part of a small batch
+        inputs = torch.stack([image.result() for image in images]) if images else none
+        inputs = inputs.to(self.device, non_blocking=True)
         if self.augment is not None:
             inputs = self._augmented(inputs, epoch, batch)
         return self.normalise(inputs), self.folder.labels[index].to(self.device, non_blocking=True)
@@ -178,7 +190,7 @@ class FolderBatches(Loader):
         path = self.folder.paths[index]
         try:
             with pillow().open(path) as image:
-                pixels = np.array(self.view(image.convert("RGB"), draws, self.image_size))
+                pixels = np.array(self.view(_in_colour(image), draws, self.image_size))
         except Exception as error:  # Pillow's decoders raise whatever a damaged file makes them
             raise DataError(
                 f"{path}: found an image that does not decode ({error}); needed a whole JPEG or PNG. "

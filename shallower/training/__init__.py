@@ -1,10 +1,11 @@
 """Train and prune a network after a recipe, in a folder that can be resumed at any step."""
 
 from shallower.training.certified import CERTIFICATE, certify_run, recipe_of
+from shallower.training.checkpoint import CHECKPOINT, RunError
 from shallower.training.launch import launched
-from shallower.training.loop import Interrupted, Note, train, train_against_dense
+from shallower.training.loop import Interrupted, Note, begun_by, train, train_against_dense
 from shallower.training.result import Result, compare
-from shallower.training.run import CHECKPOINT, Machine, Run, RunError
+from shallower.training.run import Machine, Run
 
 __all__ = [
     "CERTIFICATE",
@@ -15,6 +16,7 @@ __all__ = [
     "Result",
     "Run",
     "RunError",
+    "begun_by",
     "certify_run",
     "compare",
     "launched",

@@ -11,8 +11,9 @@ from shallower.certificate import Certificate, certify
 from shallower.data import Task
 from shallower.files import write_text
 from shallower.recipes import Recipe
+from shallower.training.checkpoint import RunError
 from shallower.training.result import Result, evaluate, loss_of
-from shallower.training.run import Machine, Run, RunError
+from shallower.training.run import Machine, Run
 
 CERTIFICATE = "certificate.json"
 AT_ONCE = 1000  # samples, where the size of a batch changes nothing

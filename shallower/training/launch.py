@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 --max-restarts 3 -m shallower train mnist-fc10
 """
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from shallower.training.run import Machine
 
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+RESTARTS, RUN_ID = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Launch:
 
     rank: int = 0
     restarted: bool = False
+    job: str | None = None  # a name that stays when ranks are started again, and no other job has
 
     @property
     def first(self) -> bool:
@@ -47,6 +49,8 @@ def launched(machine: Machine) -> Iterator[tuple[Launch, Machine]]:
     backend = "nccl" if machine.where.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
-        yield Launch(rank, restarts > 0), machine
+        # torchrun may give every job the same id; its own process stays the same for all restarts.
+        job = f"{os.environ.get(RUN_ID, '')} {socket.gethostname()} {os.getppid()}"
+        yield Launch(rank, restarts > 0, job), machine
     finally:
         dist.destroy_process_group()

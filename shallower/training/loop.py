@@ -1,5 +1,6 @@
 """The training loop: train with pruning, finalise, fine-tune, evaluate."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -19,9 +20,11 @@ from shallower.data import Task
 from shallower.files import locked, remove_parts, write_csv, write_text
 from shallower.ledger import block_costs, count_macs, count_parameters, synchronize
 from shallower.pruner import Pruner
+from shallower.ranks import Ranks
 from shallower.recipes import Recipe, label
+from shallower.training.checkpoint import CHECKPOINT, RunError
 from shallower.training.result import COMPARISON, Result, compare, count_layers, evaluate, loss_of, versions
-from shallower.training.run import CHECKPOINT, Machine, Run, RunError
+from shallower.training.run import Machine, Run
 from shallower.worth import Worth
 from shallower.worth import worth as measure
 
@@ -29,6 +32,7 @@ FILES = (
     *(CHECKPOINT, "result.json", store.WEIGHTS, store.STRUCTURE, COMPARISON),
     *("metrics.csv", "thetas.csv", "events.jsonl", "costs.csv", "worth.csv"),
 )
+JOB = ".job"  # which torchrun began the run in a folder
 Report = Callable[[Run, int, float], None]  # the run, its epoch, the mean loss so far
 ASK = 20  # steps after which several ranks ask each other whether to stop
 DIVERGED = (
@@ -54,12 +58,15 @@ def train(
     report: Report | None = None,
     note: Note | None = None,
     worth: bool = True,
+    job: str | None = None,
 ) -> Result:
     """Run `recipe` on `task` in `folder`, or go on where a stopped run left off, bit for bit.
 
     `report` is called now and then in an epoch, `note` after each; `worth` measures what survivors earn.
+    `job` is the name of the torchrun that may start it again, see `begun_by`.
     """
     options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
+    options["job"] = job
     with ExitStack() as held:
         run = _begin(recipe, task, Path(folder), held, **options)
         with _stopping() as stop:
@@ -113,11 +120,12 @@ def _begin(
     machine: Machine | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    job: str | None = None,
 ) -> Run:
     """Check everything, then take the folder."""
     _check_folder(folder, resume=resume, overwrite=overwrite)
     run = Run(recipe, task, seed=seed, machine=machine or Machine())
-    run.ranks.wait()  # before the folder that all have checked changes
+    _check_ranks(run, folder, resume=resume)  # and wait, before the folder that all have checked changes
     if resume:
         run.resume(folder)
     if run.ranks.first:
@@ -125,8 +133,30 @@ def _begin(
         if not held.enter_context(locked(folder)):
             raise RunError(f"Another process trains in {folder}. Wait for it, or choose another with --out.")
         _clear(folder, replace=overwrite and not resume)
+        if job is not None:
+            write_text(folder / JOB, job)
         _describe(run, folder, costs=not resume)
     return run
+
+
+def begun_by(folder: Path, job: str | None) -> dict[str, bool]:
+    """How a job that torchrun has started again goes on: with what it began itself, and with nothing else."""
+    marker, ranks = folder / JOB, Ranks()
+    mine = job is not None and marker.exists() and marker.read_text() == job
+    if not ranks.any(mine):  # the machine that wrote the marker knows itself
+        return {}
+    found = ranks.any((folder / CHECKPOINT).exists())
+    return {"resume": found, "overwrite": not found}
+
+
+def _check_ranks(run: Run, folder: Path, *, resume: bool) -> None:
+    """Ranks must begin with the same; on separate disks, one may lack the checkpoint that another has."""
+    if run.ranks.size == 1:
+        return
+    path = folder / CHECKPOINT
+    content = hashlib.sha256(path.read_bytes()).hexdigest() if resume and path.exists() else "none"
+    begun = {"recipe": run.recipe.model_dump_json(), "seed": run.seed, "resume": resume}
+    run.ranks.check_same(**begun, data=(run.size, len(run.loader)), checkpoint=content)
 
 
 def _describe(run: Run, folder: Path, *, costs: bool) -> None:
@@ -172,6 +202,7 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
     if recipe.fresh_moments and recipe.finalize_epoch == epoch and run.loader.batch == 0:
         run.optimizer.state.clear()
     run.model.train()
+    good = torch.ones((), dtype=torch.bool, device=run.loss.device)  # whether every loss so far was finite
     for inputs, labels in run.loader:
         clock.lap("data")
         run.optimizer.zero_grad()
@@ -180,6 +211,7 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
         run.optimizer.step()
         run.scheduler.step()
         run.loss += loss.detach()
+        run.finite += good.logical_and_(loss.detach().isfinite())
         if run.pruner is not None and run.ledger is not None:
             synchronize(run.loss.device)  # the pruner would wait for the device, and its clock with it
             clock.lap("training")
@@ -190,15 +222,26 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
             clock.lap("training")
         if report is not None and (clock.since("report") > 0.2 or run.loader.batch == len(run.loader)):
             report(run, epoch, float(loss.detach()))
+        if run.loader.batch % ASK == 0:
+            _check_finite(run, epoch, good)
         if _to_stop(run, stop):
             break
+    _check_finite(run, epoch, good)
     mean = float(run.ranks.sum(run.loss.clone())) / (run.ranks.size * len(run.loader))
     clock.lap("training")
-    if not math.isfinite(mean):
-        raise RunError(f"The training loss became {mean} in epoch {epoch}. {DIVERGED}")
     if not stop:
         run.loss.zero_()
+        run.finite.zero_()
     return mean
+
+
+def _check_finite(run: Run, epoch: int, good: torch.Tensor) -> None:
+    if run.ranks.any(not bool(good)):
+        step = epoch * len(run.loader) + int(run.finite)
+        where = "" if run.ranks.size == 1 else " (of this rank; another may have been the first)"
+        raise RunError(
+            f"The training loss became nan or inf in epoch {epoch}, at step {step}{where}. {DIVERGED}"
+        )
 
 
 def _to_stop(run: Run, stop: list[int]) -> bool:

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -23,14 +22,9 @@ from shallower.ledger import Ledger, Load, count_macs, count_parameters
 from shallower.pruner import Pruner
 from shallower.ranks import Ranks
 from shallower.recipes import Recipe
+from shallower.training.checkpoint import CHECKPOINT, Checkpoint, RunError, read
 from shallower.training.clock import Clock
 from shallower.training.result import loss_of
-
-CHECKPOINT = "checkpoint.pt"
-
-
-class RunError(RuntimeError):
-    """A run that cannot begin or go on; the text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +101,7 @@ class Run:
         self.history: list[dict[str, Any]] = []
         self.rates: list[dict[str, Any]] = []
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # summed over the epoch so far
+        self.finite = torch.zeros((), dtype=torch.int64, device=device)  # steps of the epoch until one is not
         self.clock = Clock()
         self._blocks = [block.name for block in find_blocks(self.model)] if self.pruner is None else []
         if machine.compile:
@@ -190,6 +185,7 @@ class Run:
             "history": json.dumps(self.history),
             "rates": json.dumps(self.rates),
             "loss": loss,
+            "finite": self.finite,
             "seconds": self.clock.seconds,
         }
         buffer = io.BytesIO()  # torch.save reports a full disk as an error of its own format
@@ -197,39 +193,51 @@ class Run:
         write_bytes(folder / CHECKPOINT, buffer.getbuffer())
 
     def resume(self, folder: Path) -> None:
+        """Go on where the run in `folder` stopped."""
         path = folder / CHECKPOINT
+        kept = read(path)
         try:
-            _check_sums(path)
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
-            raise RunError(f"There is no {path} to resume from; start the run without --resume.") from error
-        except Exception as error:  # a damaged file may raise anything from inside torch
+            theirs = Recipe.model_validate_json(kept.recipe)
+        except ValueError as error:
             raise RunError(
-                f"{path} cannot be read ({error}); start the run anew with --overwrite."
+                f"{path} has a recipe that cannot be read: {error}. Start the run anew."
             ) from error
-        if Recipe.model_validate_json(state["recipe"]) != self.recipe or state["seed"] != self.seed:
-            found = json.loads(state["recipe"])["name"]
+        if theirs != self.recipe or kept.seed != self.seed:
             raise RunError(
-                f"{path} is of another run: recipe {found}, seed {state['seed']}, perhaps other fields set. "
+                f"{path} is of another run: recipe {theirs.name}, seed {kept.seed}, perhaps other fields. "
                 "Resume it with the same recipe, --seed and --set, or choose another folder with --out."
             )
-        if state["arithmetic"] != self.machine.arithmetic:
+        if kept.arithmetic != self.machine.arithmetic:
             raise RunError(
-                f"{path} was computed with {state['arithmetic']}, this run is to go on with "
+                f"{path} was computed with {kept.arithmetic}, this run is to go on with "
                 f"{self.machine.arithmetic}, and would not be the same run. Give --bf16, --channels-last and "
                 "--compile as they were."
             )
+        try:
+            self._take(kept)
+        except Exception as error:  # what a state of another shape makes PyTorch raise
+            raise RunError(
+                f"{path} does not fit this run ({type(error).__name__}: {str(error).splitlines()[0]}). Start "
+                "the run anew with --overwrite."
+            ) from error
+
+    def _take(self, kept: Checkpoint) -> None:
         if self.pruner is not None and self.ledger is not None:
-            self.pruner.load_state_dict(state["pruner"])
-            self.ledger.resume(Load(**state["load"]))
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.loader.load_state_dict(state["loader"])
-        torch.set_rng_state(state["generator"])
-        self.history, self.rates = json.loads(state["history"]), json.loads(state["rates"])
-        self.loss.copy_(state["loss"])
-        self.clock.seconds = dict(state["seconds"])
+            if kept.pruner is None or kept.load is None:
+                raise ValueError("it is of a run without pruning")
+            self.pruner.load_state_dict(kept.pruner)
+            self.ledger.resume(Load(**kept.load.model_dump()))
+        self.model.load_state_dict(kept.model)
+        self.optimizer.load_state_dict(kept.optimizer)
+        self.scheduler.load_state_dict(kept.scheduler)
+        self.loader.load_state_dict(kept.loader)
+        torch.set_rng_state(kept.generator)
+        if len(kept.history) != self.loader.epoch:
+            raise ValueError(f"it is at epoch {self.loader.epoch}, and tells of {len(kept.history)}")
+        self.history, self.rates = kept.history, kept.rates
+        self.loss.copy_(kept.loss)
+        self.finite.copy_(kept.finite)
+        self.clock.seconds = kept.seconds
 
     def report(self, folder: Path) -> None:
         """The run so far, for people and their tools."""
@@ -241,14 +249,6 @@ class Run:
             write_text(
                 folder / "events.jsonl", "".join(json.dumps(asdict(e)) + "\n" for e in self.pruner.events)
             )
-
-
-def _check_sums(path: Path) -> None:
-    """PyTorch writes a checksum for every part of a file, and does not look at it when it reads."""
-    with zipfile.ZipFile(path) as archive:
-        wrong = archive.testzip()
-    if wrong is not None:
-        raise ValueError(f"its part {wrong} is damaged")
 
 
 def _seed_of_draws(seed: int) -> int:

@@ -1,5 +1,6 @@
 """Two ranks with half of each batch are one process with the whole."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -98,8 +99,10 @@ def everything(rank: int) -> dict[str, Any]:
         "torch's": train(rank, 2, "torch's"),
         "accumulated": train(rank, 2, every=2),
         "flip": train(rank, 2, estimator=flip),
-        "refused": refusals(rank),
+        "refused": refusals(rank) | wrong_weights(rank) | wrong_wrapper(),
         "alone": train_alone(rank),
+        "finished": train_on(rank),
+        "hooks": hooks(),
     }
     return found
 
@@ -129,6 +132,101 @@ def refusals(rank: int) -> dict[str, str]:
     except RuntimeError as error:
         said["later"] = str(error)
     return said
+
+
+def wrong_weights(rank: int) -> dict[str, str]:
+    """Ranks that begin with other weights, or whose gradients nobody averages."""
+    said = {}
+    for name in ("other weights", "no wrapper"):
+        model = network()
+        if rank and name == "other weights":
+            model[1].branch[0].weight.data += 0.01
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pruner = Pruner(model, optimizer, **OPTIONS)
+        try:
+            for inputs, labels in batches():
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs.chunk(2)[rank]), labels.chunk(2)[rank]).backward()
+                optimizer.step()
+                pruner.step()
+        except RuntimeError as error:
+            said[name] = f"step {pruner.num_steps}: {error}"
+    return said
+
+
+def wrong_wrapper() -> dict[str, str]:
+    said, model = {}, network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, **OPTIONS, process_group=None)
+    try:
+        DataParallel(model, pruner)
+    except ValueError as error:
+        said["group"] = str(error)
+    pruner.ranks.waits = True  # as one that was built before init_process_group
+    F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+    optimizer.step()
+    try:
+        pruner.step()
+    except RuntimeError as error:
+        said["early"] = str(error)
+    model = network()
+    pruner = Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), **OPTIONS)
+    pruner.num_steps = 1
+    try:
+        pruner.finalize(0.1 + 0.1 * torch.distributed.get_rank())
+    except ValueError as error:
+        said["threshold"] = str(error)
+    try:
+        DataParallel(model, pruner).join()
+    except NotImplementedError as error:
+        said["join"] = str(error)
+    return said
+
+
+def train_on(rank: int) -> list[float]:
+    """Linear skips are absorbed by `finish()`, which makes parameters anew; training goes on."""
+    torch.manual_seed(0)
+    blocks = [Residual(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(4, WIDTH), *blocks, nn.Linear(WIDTH, 3, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, **OPTIONS)
+    ddp = DataParallel(model, pruner)
+    for step, (inputs, labels) in enumerate(batches()):
+        if step == 5:
+            pruner.theta[0] = 0.0
+        if step == 10:
+            pruner.finalize()
+        if step == 15:
+            pruner.finish()
+            assert pruner.absorption is not None
+            assert pruner.absorption.folded
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(inputs.chunk(2)[rank]), labels.chunk(2)[rank]).backward()
+        optimizer.step()
+        if step < 15:
+            pruner.step()
+    return [p.detach().abs().sum().item() for p in model.parameters()]
+
+
+def hooks() -> tuple[int, int]:
+    """How often a hook on the wrapper ran before it was taken off, and in all; a block leaves on the way."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, **OPTIONS)
+    ddp, ran = DataParallel(model, pruner), []
+    handle = ddp.register_forward_hook(lambda *_: ran.append(1))
+    counts = []
+    for step, (inputs, labels) in enumerate(batches()[:12]):
+        if step == 4:
+            pruner.theta[0] = 0.0
+        if step == 8:
+            counts.append(len(ran))
+            handle.remove()
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(inputs), labels).backward()
+        optimizer.step()
+        pruner.step()
+    return counts[0], len(ran)
 
 
 def train_alone(rank: int) -> float:
@@ -199,3 +297,27 @@ def test_ranks_that_differ_are_refused_before_anything_changes(ranks: list[Any])
 
 def test_a_pruner_without_a_group_is_alone(ranks: list[Any]) -> None:
     assert ranks[0]["alone"] != ranks[1]["alone"]
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("other weights", "step 0: .* of 24 parameters are not the same on all ranks"),
+        ("no wrapper", "step 0: .* are not the same on all ranks.*DataParallel average the gradients"),
+        ("group", "averages over 1 ranks, but 2 train the model"),
+        ("early", "built before `init_process_group`"),
+        ("threshold", "differ in threshold"),
+        ("join", "give every rank as many"),
+    ],
+)
+def test_what_would_let_ranks_drift_apart_is_refused(ranks: list[Any], case: str, text: str) -> None:
+    for found in ranks:
+        assert re.search(text, found["refused"].get(case, ""), re.DOTALL)
+
+
+def test_training_goes_on_alike_on_all_ranks_after_finish_has_made_parameters_anew(ranks: list[Any]) -> None:
+    assert ranks[0]["finished"] == ranks[1]["finished"]
+
+
+def test_hooks_on_the_wrapper_outlive_a_removal_and_can_be_taken_off(ranks: list[Any]) -> None:
+    assert ranks[0]["hooks"] == (8, 8)

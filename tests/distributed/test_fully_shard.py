@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shallower import Pruner, Residual, find_blocks
+from shallower import Pruner, Residual, find_blocks, first_order, flip
 
 from .ranks import on_ranks
 from .test_data_parallel import OPTIONS, STEPS, WIDTH, batches, network, same
@@ -43,8 +43,10 @@ NETWORKS = {"blocks": network, "sums": transformer}
 class Training:
     """A model on this rank, sharded if there is more than one."""
 
-    def __init__(self, kind: str, rank: int, size: int, *, units: bool = True) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self, kind: str, rank: int, size: int, *, units: bool = True, estimator: Any = first_order
+    ) -> None:
+        self.rank, self.size, self.estimator = rank, size, estimator
         self.model = NETWORKS[kind]()
         if size > 1:
             mesh = init_device_mesh("cpu", (size,))
@@ -54,7 +56,8 @@ class Training:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
         example = batches()[0][0][:2]
         blocks = find_blocks(NETWORKS[kind](), example)
-        self.pruner = Pruner(self.model, self.optimizer, blocks=[b.name for b in blocks], **OPTIONS)
+        names = [b.name for b in blocks]
+        self.pruner = Pruner(self.model, self.optimizer, blocks=names, estimator=estimator, **OPTIONS)
         self.draws: list[list[bool]] = []
 
     def run(self, begin: int, end: int) -> None:
@@ -66,7 +69,8 @@ class Training:
             F.cross_entropy(self.model(x), y).backward()
             self.draws.append([gate.xi for gate in self.pruner.gates.values()])
             self.optimizer.step()
-            self.pruner.step()
+            exact = self.estimator is flip
+            self.pruner.step((lambda x=x, y=y: F.cross_entropy(self.model(x), y)) if exact else None)
 
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -118,6 +122,9 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
     second.draws = first.draws + second.draws
     found["resumed"] = second.found()
     found["refused"] = refusal()
+    exact = Training("blocks", rank, 2, estimator=flip)
+    exact.run(0, STEPS)
+    found["flip"] = exact.found()
     return found
 
 
@@ -155,6 +162,14 @@ def test_what_is_removed_leaves_the_groups(ranks: Any, kind: str, units: bool) -
     assert sum(found["groups"]) == sum(value.size for value in found["weights"].values())
     alive = 5 - len(found["events"]) if kind == "blocks" else 3
     assert found["states"] == 1 + alive * units
+
+
+def test_the_exact_estimator_sees_the_weights_before_the_step_in_shards_too(ranks: Any) -> None:
+    alone = Training("blocks", 0, 1, estimator=flip)
+    alone.run(0, STEPS)
+    assert alone.pruner.events
+    for found in ranks:
+        same(alone.found(), found["flip"])
 
 
 def test_a_sharded_checkpoint_resumes_to_the_bit(ranks: Any) -> None:

@@ -85,3 +85,16 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_been(
     one, two = (load_file(run / "model.safetensors") for run in (out, undisturbed))
     assert all(np.array_equal(one[name], two[name]) for name in one)
     assert one.keys() == two.keys()
+
+
+def test_a_restart_keeps_its_hands_off_a_run_that_another_job_made(tmp_path: Path) -> None:
+    """torchrun starts anew whatever ends in an error, also our refusal to touch a folder."""
+    out = tmp_path / "precious"
+    out.mkdir()
+    (out / "result.json").write_text("mine")
+    process = start(out, ranks=True, restarts=1)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert said.count("exists and is not empty") >= 2
+    assert [path.name for path in out.iterdir()] == ["result.json"]
+    assert (out / "result.json").read_text() == "mine"
