@@ -408,7 +408,8 @@ def losses(factor: float, when: int, size: int) -> None:
     model = odd_model("plain", 4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     pruner = Pruner(model, optimizer, dataset_size=50, log_gamma=-5.0)
-    batches = data.Batches(torch.randn(size, 4), torch.zeros(size, dtype=torch.long), 2, seed=0)
+    inputs, labels = torch.randn(size, 4), torch.zeros(size, dtype=torch.long)
+    batches = list(zip(inputs.split(2), labels.split(2), strict=True)) if size else []
     try:
         for step, (x, y) in enumerate(batches):
             optimizer.zero_grad()

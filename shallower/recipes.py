@@ -165,9 +165,10 @@ _CNN: dict[str, Any] = {
     "network": "cnn",
     "fixed_layers": 1,
     "log_gamma": -50.0,
-    "theta_lr": 2e-3,
+    "theta": 0.15,
+    "theta_lr": 2.5e-3,
     "departs": (
-        "theta starts at 0.1 and learns at 2e-3, the blocks' initial weights are 0.3 of PyTorch's, "
+        "theta starts at 0.15 and learns at 2.5e-3, the blocks' initial weights are 0.45 of PyTorch's, "
         "pooling at the end of each stage; the block is z + relu(W z + b)"
     ),
 }
@@ -182,7 +183,7 @@ def _fc(depth: int, figures: Paper) -> Recipe:
 def _cnn(depth: int, figures: Paper) -> Recipe:
     return _mnist(
         f"mnist-cnn{depth}",
-        options={"depth": depth, "pool": "end-of-stage", "form": "relu-inside", "gain": 0.3},
+        options={"depth": depth, "pool": "end-of-stage", "form": "relu-inside", "gain": 0.45},
         paper=figures,
         **_CNN,
     )
@@ -332,7 +333,7 @@ _TABLE = [
     _mnist(
         "fashion-cnn20",
         task="fashion-mnist",
-        options={"depth": 20, "pool": "after-stem", "form": "relu-inside", "gain": 0.3},
+        options={"depth": 20, "pool": "after-stem", "form": "relu-inside", "gain": 0.45},
         **{
             **_CNN,
             "departs": _CNN["departs"].replace("at the end of each stage", "after stem and transition"),
