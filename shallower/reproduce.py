@@ -13,8 +13,8 @@ from rich.console import Console
 
 from shallower.files import write_text
 from shallower.recipes import Recipe, label
+from shallower.training.checkpoint import CHECKPOINT
 from shallower.training.result import Result
-from shallower.training.run import CHECKPOINT
 
 err = Console(stderr=True)
 

@@ -1,0 +1,276 @@
+"""The method against its own claims, on MNIST with dense layers: five seeds each.
+
+    python experiments/robustness.py [--recipe mnist-fc20] [--seeds 5] [--jobs 2] [--into docs/robustness.md]
+
+Sensitivity to the initial weights, to the starting depth, to where theta starts; the first-order estimate
+against the exact one; whether a rate ever comes back from below its tolerance; whether a block that was removed
+early would have been useful. Finished runs are not run again. Needs the extra `reports` for the figure.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shallower import Pruner, data, models
+from shallower.files import write_text
+from shallower.graphs import replace
+from shallower.recipes import Recipe, recipe
+from shallower.reports import check_section, write_section
+from shallower.reproduce import kept_at, reproduce_all
+from shallower.training import Machine, Result, Run
+from shallower.training.result import evaluate, loss_of
+
+GAINS, STARTS, DEPTHS = (0.1, 0.3, 1.0, 2.0), (0.1, 0.3, 0.5, 0.75, 0.95), (10, 20, 50)
+LOW, BACK = 0.01, 0.05  # a rate that has fallen to LOW and is above BACK later has come back
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table: a recipe with something set, and which claim it belongs to."""
+
+    claim: str
+    label: str
+    chosen: Recipe
+    sets: list[str]
+
+
+def settings(base: str, epochs: int | None) -> list[Setting]:
+    """What is varied, one thing at a time."""
+    options = recipe(base).options
+
+    def one(claim: str, label: str, **fields: Any) -> Setting:
+        found = recipe(base, fields)
+        found = found if epochs is None else found.rescaled(epochs)
+        return Setting(claim, label, found, [f"{k}={json.dumps(v)}" for k, v in fields.items()])
+
+    rows = [one("initial weights", f"{g:g} of PyTorch's", options={**options, "gain": g}) for g in GAINS]
+    rows += [one("depth", str(d), options={**options, "depth": d}) for d in DEPTHS]
+    rows += [one("theta starts at", f"{t:g}", theta=t) for t in STARTS]
+    rows += [one("estimator", name, estimator=name) for name in ("first_order", "flip")]
+    return rows
+
+
+def run_all(rows: Sequence[Setting], arguments: argparse.Namespace) -> dict[str, list[Result]]:
+    """The results of every row, those that are there already as they are."""
+    flags = [] if arguments.epochs is None else ["--epochs", str(arguments.epochs)]
+    found: dict[str, list[Result]] = {}
+    for row in rows:
+        places = {"runs": arguments.runs, "results": arguments.results, "data_dir": arguments.data_dir}
+        options = {"seeds": arguments.seeds, "jobs": arguments.jobs, "sets": row.sets, "flags": flags}
+        failed = reproduce_all([row.chosen], **options, **places)
+        if failed:
+            raise SystemExit(f"{', '.join(failed)} failed; each folder has a log.txt")
+        files = [kept_at(arguments.results, row.chosen, seed) for seed in range(arguments.seeds)]
+        found[f"{row.claim} {row.label}"] = [Result.model_validate_json(f.read_text()) for f in files]
+    return found
+
+
+# -- what the paper has never seen: a rate that comes back ------------------------------------------------
+
+
+def recoveries(chosen: Recipe, task: data.Task, seed: int) -> dict[str, int]:
+    """Train without removing anything: how many rates fell to the tolerance, and how many came back."""
+    run = Run(chosen, task, seed=seed, machine=Machine("cpu"))
+    pruner = run.pruner
+    assert pruner is not None
+    pruner._remove = lambda *args, **kwargs: []  # type: ignore[method-assign]
+    low = torch.zeros(len(pruner.names), dtype=torch.bool)
+    back = torch.zeros_like(low)
+    for _ in range(chosen.finalize_epoch or chosen.epochs):
+        run.model.train()
+        for inputs, labels in run.loader:
+            run.optimizer.zero_grad()
+            run.loss_on(run.model, inputs, labels).backward()
+            run.optimizer.step()
+            pruner.step()
+            low |= pruner.theta <= LOW
+            back |= low & (pruner.theta > BACK)
+    stayed = back & (pruner.theta > BACK)
+    counts = {"low": low, "back": back, "alive_at_the_end": stayed}
+    return {"blocks": len(low), **{name: int(found.sum()) for name, found in counts.items()}}
+
+
+# -- premature pruning: put a removed block back, and train ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Return:
+    """A block that was removed, back in the network that had learned without it."""
+
+    seed: int
+    block: str
+    benefit: float  # what it earns after training, in nats over the dataset
+    price: float
+    gained: float  # test accuracy, in points, against the same training without it
+
+
+def returns(chosen: Recipe, task: data.Task, seed: int, *, epochs: int, number: int = 3) -> list[Return]:
+    """The blocks that were removed first, put back one at a time with new weights, and trained with the rest.
+
+    Such a block would have been useful if it now earns its price.
+    """
+    run = Run(chosen, task, seed=seed, machine=Machine("cpu"))
+    assert run.pruner is not None
+    _train(run, run.model, run.optimizer, chosen.finalize_epoch or chosen.epochs, run.pruner)
+    run.pruner.finalize(chosen.threshold)
+    alone = copy.deepcopy(run.model)
+    _train(run, alone, _adam(run, alone), epochs)
+    rows = []
+    for event in run.pruner.events[:number]:
+        torch.manual_seed(1000 + seed)
+        fresh = getattr(models, chosen.network)(**chosen.options)
+        model = copy.deepcopy(run.model)
+        replace(model, event.block, fresh.get_submodule(event.block))
+        _train(run, model, _adam(run, model), epochs)
+        without = copy.deepcopy(model)
+        replace(without, event.block, nn.Identity())
+        earned = _cost(run, without) - _cost(run, model)
+        gained = _accuracy(run, model) - _accuracy(run, alone)
+        rows.append(Return(seed, event.block, earned, -float(chosen.log_gamma or 0.0), gained))
+    return rows
+
+
+def _train(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int, pruner: Pruner | None = None
+) -> None:
+    for _ in range(epochs):
+        model.train()
+        for inputs, labels in run.loader:
+            optimizer.zero_grad()
+            run.loss_on(model, inputs, labels).backward()
+            optimizer.step()
+            if pruner is not None:
+                pruner.step()
+
+
+def _adam(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=run.recipe.lr, weight_decay=run.recipe.decay / run.size)
+
+
+@torch.no_grad()
+def _cost(run: Run, model: nn.Module) -> float:
+    """Nats over the training set."""
+    batches = run.batches("train", 1000)
+    return sum(float(loss_of(run.task.kind, model(x), y)) * len(y) for x, y in batches)
+
+
+def _accuracy(run: Run, model: nn.Module) -> float:
+    return evaluate(model, run.test, run.task.kind, run.machine.autocast)[1] or 0.0
+
+
+# -- the page ---------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> str:
+    sd = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.2f} ± {sd:.2f}"
+
+
+def table(rows: Sequence[Setting], found: dict[str, list[Result]]) -> str:
+    lines = ["| varied | | accuracy % | layers | load | seeds |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    for row in rows:
+        results = found[f"{row.claim} {row.label}"]
+        accuracy = spread([r.test_accuracy or 0.0 for r in results])
+        layers, load = spread([r.layers for r in results]), spread([r.training_macs_ratio for r in results])
+        lines.append(f"| {row.claim} | {row.label} | {accuracy} | {layers} | {load} | {len(results)} |")
+    return "\n".join(lines) + "\n"
+
+
+def figure(rows: Sequence[Setting], found: dict[str, list[Result]], path: Path) -> None:
+    """Accuracy and layers of every run, a panel for each claim."""
+    from matplotlib.figure import Figure
+
+    claims = list(dict.fromkeys(row.claim for row in rows))
+    drawing = Figure(figsize=(3 * len(claims), 4.5), layout="constrained")
+    panels = drawing.subplots(2, len(claims), sharey="row")
+    for column, claim in enumerate(claims):
+        chosen = [row for row in rows if row.claim == claim]
+        for place, row in enumerate(chosen):
+            results = found[f"{row.claim} {row.label}"]
+            for line, values in enumerate(([r.test_accuracy for r in results], [r.layers for r in results])):
+                panels[line, column].plot([place] * len(values), values, "o", alpha=0.6, color="C0")
+        panels[0, column].set_title(claim)
+        for line in range(2):
+            panels[line, column].set_xticks(range(len(chosen)), [row.label for row in chosen], rotation=20)
+    panels[0, 0].set_ylabel("test accuracy, %")
+    panels[1, 0].set_ylabel("layers left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=120)
+
+
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """What `make` gives, from the file where it was kept before."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(make(), indent=2))
+    return json.loads(path.read_text())
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--recipe", default="mnist-fc20")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, help="every schedule in proportion")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--into", type=Path, help="a page with the sections settings, recovery and return")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parsed()
+    if given.into is not None:
+        for section in ("settings", "recovery", "return"):
+            check_section(given.into, section)
+    torch.set_num_threads(1)
+    rows = settings(given.recipe, given.epochs)
+    found = run_all(rows, given)
+    base = recipe(given.recipe)
+    base = base if given.epochs is None else base.rescaled(given.epochs)
+    task, place = data.load(base.task, given.data_dir), given.results / f"robustness-{given.recipe}"
+    back = [
+        kept(place / f"recovery{seed}.json", lambda seed=seed: recoveries(base, task, seed))
+        for seed in range(given.seeds)
+    ]
+    extra = max(1, base.epochs // 6)
+    again = [
+        row
+        for seed in range(given.seeds)
+        for row in kept(
+            place / f"return{seed}.json",
+            lambda seed=seed: [asdict(r) for r in returns(base, task, seed, epochs=extra)],
+        )
+    ]
+    sums = {key: sum(row[key] for row in back) for key in back[0]}
+    recovery = (
+        f"Of {sums['blocks']} rates in {len(back)} runs, {sums['low']} fell to {LOW}; {sums['back']} of these "
+        f"were above {BACK} again at some later step, {sums['alive_at_the_end']} at the end.\n"
+    )
+    useful = [row for row in again if row["benefit"] > row["price"]]
+    earned, gained = (spread([row[key] for row in again]) for key in ("benefit", "gained"))
+    premature = (
+        f"Of {len(again)} blocks that were removed first and put back, {len(useful)} earn their price after "
+        f"{extra} more epochs (benefit {earned} nats, price {again[0]['price']:g}); test accuracy against the "
+        f"same epochs without them: {gained} points.\n"
+    )
+    texts = {"settings": table(rows, found), "recovery": recovery, "return": premature}
+    for section, text in texts.items():
+        print(f"{section}\n\n{text}")
+        if given.into is not None:
+            write_section(given.into, section, text)
+    if given.into is not None:
+        figure(rows, found, given.into.parent / "figures" / "robustness.png")
+
+
+if __name__ == "__main__":
+    main()
