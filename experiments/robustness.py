@@ -3,8 +3,8 @@
     python experiments/robustness.py [--recipe mnist-fc20] [--seeds 5] [--jobs 2] [--into docs/robustness.md]
 
 Sensitivity to the initial weights, to the starting depth, to where theta starts; the first-order estimate
-against the exact one; whether a rate ever comes back from below its tolerance; whether a block that was removed
-early would have been useful. Finished runs are not run again. Needs the extra `reports` for the figure.
+against the exact one; whether a rate ever comes back from below its tolerance; whether a block that was
+removed early would have been useful. Finished runs are not run again. The figure needs the extra `reports`.
 """
 
 import argparse
@@ -253,15 +253,15 @@ def main() -> None:
     ]
     sums = {key: sum(row[key] for row in back) for key in back[0]}
     recovery = (
-        f"Of {sums['blocks']} rates in {len(back)} runs, {sums['low']} fell to {LOW}; {sums['back']} of these "
+        f"Of {sums['blocks']} rates in {len(back)} runs, {sums['low']} fell to {LOW}; {sums['back']} of them "
         f"were above {BACK} again at some later step, {sums['alive_at_the_end']} at the end.\n"
     )
     useful = [row for row in again if row["benefit"] > row["price"]]
     earned, gained = (spread([row[key] for row in again]) for key in ("benefit", "gained"))
     premature = (
         f"Of {len(again)} blocks that were removed first and put back, {len(useful)} earn their price after "
-        f"{extra} more epochs (benefit {earned} nats, price {again[0]['price']:g}); test accuracy against the "
-        f"same epochs without them: {gained} points.\n"
+        f"{extra} more epochs (benefit {earned} nats, price {again[0]['price']:g}); test accuracy against "
+        f"the same epochs without them: {gained} points.\n"
     )
     texts = {"settings": table(rows, found), "recovery": recovery, "return": premature}
     for section, text in texts.items():

@@ -22,7 +22,7 @@ from shallower.followers import Follower, check_copy
 from shallower.gate import Gate
 from shallower.hook import BeforeStep
 from shallower.ranks import DEFAULT, Group, Ranks, give_to_ddp, keep_from_ddp
-from shallower.sharding import check_sharded, is_sharded, leave_groups, leave_root
+from shallower.sharding import check_sharded, gathered_anew, is_sharded, leave_groups, leave_root
 from shallower.split import Block
 from shallower.stacks import check_stacks, compact
 from shallower.state import VERSION, check_loads, check_state
@@ -306,7 +306,8 @@ class Pruner:
         gates = list(self.gates.values())
         if not needs_loss(self.estimator) and closure is None:
             return self.estimator(gates, None)
-        with frozen_statistics(self.model.modules() if closure else ()), self._before.weights_before():
+        frozen = frozen_statistics(self.model.modules() if closure else ())
+        with frozen, self._before.weights_before(), gathered_anew(self.model):
             return self.estimator(gates, closure)
 
     def _log_gamma(self) -> float:

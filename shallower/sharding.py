@@ -5,7 +5,8 @@ call that takes a parameter out of a group, so this file reads what `fully_shard
 PyTorch of constraints.txt, and says so where another keeps it otherwise.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,22 @@ def is_sharded(module: nn.Module) -> bool:
     except ImportError:  # before FSDP2
         return False
     return isinstance(module, FSDPModule)
+
+
+@contextmanager
+def gathered_anew(model: nn.Module) -> Iterator[None]:
+    """Whole weights that FSDP2 has kept from before are gathered again, here and afterwards.
+
+    It keeps those of the root after a forward pass, for a backward pass that does not come without gradients.
+    """
+    parts = [module for module in model.modules() if is_sharded(module)]
+    for part in parts:
+        part.reshard()  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()  # type: ignore[operator]
 
 
 def check_sharded(model: nn.Module, blocks: Mapping[str, AnyBlock]) -> None:

@@ -14,6 +14,15 @@ VERSION = 1
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     """Raise ValueError if `state` cannot be loaded by the pruner whose own state is `mine`."""
+    try:
+        _check_parts(state, mine)
+    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:  # in something nested
+        raise ValueError(
+            f"The state of the Pruner has something of another kind in it ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _check_parts(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping) or set(state) != set(mine):
         found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(f"This is no state of a Pruner: found {found}, needed the keys {sorted(mine)}.")
@@ -23,7 +32,7 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
         if not isinstance(state[key], list):
             raise ValueError(f"The state's {key} are {state[key]!r}; a list is needed.")
     if state["names"] != mine["names"] or state["sizes"] != mine["sizes"]:
-        theirs, ours = (dict(zip(s["names"], s["sizes"], strict=False)) for s in (state, mine))
+        theirs, ours = (list(zip(s["names"], s["sizes"], strict=False)) for s in (state, mine))
         raise ValueError(
             f"The state is of another model. Its blocks and their parameters are {theirs}, this model's are "
             f"{ours}. Build the same model, gate it as before, then load."
