@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from shallower import Pruner, Residual, find_blocks, first_order, flip
 
@@ -125,6 +126,29 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
     exact = Training("blocks", rank, 2, estimator=flip)
     exact.run(0, STEPS)
     found["flip"] = exact.found()
+    found["sent"] = sent(rank)
+    return found
+
+
+def sent(rank: int) -> list[tuple[int, int]]:
+    """How many blocks were open in a step, and the values that went into reductions of gradients."""
+    run = Training("blocks", rank, 2)
+    found, numbers, own = [], [0], DefaultReduceScatter.__call__
+
+    def counting(
+        self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        numbers[0] += input_tensor.numel()
+        return own(self, output_tensor, input_tensor, *args, **kw)
+
+    DefaultReduceScatter.__call__ = counting
+    try:
+        for step in range(8):
+            numbers[0] = 0
+            run.run(step, step + 1)
+            found.append((sum(run.draws[-1]), numbers[0]))
+    finally:
+        DefaultReduceScatter.__call__ = own
     return found
 
 
@@ -178,6 +202,14 @@ def test_a_sharded_checkpoint_resumes_to_the_bit(ranks: Any) -> None:
         assert (whole["theta"] == resumed["theta"]).all()
         assert whole["draws"] == resumed["draws"]
         assert all(np.array_equal(value, resumed["weights"][n]) for n, value in whole["weights"].items())
+
+
+def test_closed_blocks_send_no_gradients(ranks: Any) -> None:
+    block = 2 * (WIDTH * WIDTH + WIDTH)
+    fixed = (4 * WIDTH + WIDTH) + (WIDTH * 4 + 4)  # the three rows of the last layer are padded to four
+    assert len({opened for opened, _ in ranks[0]["sent"]}) > 2
+    for opened, numbers in ranks[0]["sent"]:
+        assert numbers == opened * block + fixed
 
 
 def test_a_shard_of_which_a_part_stays_is_refused(ranks: Any) -> None:
