@@ -582,7 +582,7 @@ def test_the_public_names_are_these():
             "first_order",
             "flip",
         ),
-        *("forget", "linear_ramp", "load", "split", "survey"),
+        *("Certificate", "certify", "forget", "linear_ramp", "load", "split", "survey"),
         *("Inspection", "apply_structure", "inspect_model", "save"),
         *("BlockCost", "Ledger", "Worth", "block_costs", "count_macs", "count_parameters", "worth"),
     }
