@@ -10,13 +10,13 @@ removed early would have been useful. Finished runs are not run again. The figur
 import argparse
 import copy
 import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from setting import Setting, parser, run_all, setting, spread
 from torch import nn
 
 from shallower import Pruner, data, models
@@ -24,7 +24,6 @@ from shallower.files import write_text
 from shallower.graphs import replace
 from shallower.recipes import Recipe, recipe
 from shallower.reports import check_section, write_section
-from shallower.reproduce import kept_at, reproduce_all
 from shallower.training import Machine, Result, Run
 from shallower.training.result import evaluate, loss_of
 
@@ -32,45 +31,19 @@ GAINS, STARTS, DEPTHS = (0.1, 0.3, 1.0, 2.0), (0.1, 0.3, 0.5, 0.75, 0.95), (10, 
 LOW, BACK = 0.01, 0.05  # a rate that has fallen to LOW and is above BACK later has come back
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One row of the table: a recipe with something set, and which claim it belongs to."""
-
-    claim: str
-    label: str
-    chosen: Recipe
-    sets: list[str]
-
-
-def settings(base: str, epochs: int | None) -> list[Setting]:
-    """What is varied, one thing at a time."""
+def settings(base: str, epochs: int | None) -> dict[str, list[Setting]]:
+    """What is varied, one thing at a time, by the claim that it belongs to."""
     options = recipe(base).options
 
-    def one(claim: str, label: str, **fields: Any) -> Setting:
-        found = recipe(base, fields)
-        found = found if epochs is None else found.rescaled(epochs)
-        return Setting(claim, label, found, [f"{k}={json.dumps(v)}" for k, v in fields.items()])
+    def one(label: str, **fields: Any) -> Setting:
+        return setting(base, label, epochs, **fields)
 
-    rows = [one("initial weights", f"{g:g} of PyTorch's", options={**options, "gain": g}) for g in GAINS]
-    rows += [one("depth", str(d), options={**options, "depth": d}) for d in DEPTHS]
-    rows += [one("theta starts at", f"{t:g}", theta=t) for t in STARTS]
-    rows += [one("estimator", name, estimator=name) for name in ("first_order", "flip")]
-    return rows
-
-
-def run_all(rows: Sequence[Setting], arguments: argparse.Namespace) -> dict[str, list[Result]]:
-    """The results of every row, those that are there already as they are."""
-    flags = [] if arguments.epochs is None else ["--epochs", str(arguments.epochs)]
-    found: dict[str, list[Result]] = {}
-    for row in rows:
-        places = {"runs": arguments.runs, "results": arguments.results, "data_dir": arguments.data_dir}
-        options = {"seeds": arguments.seeds, "jobs": arguments.jobs, "sets": row.sets, "flags": flags}
-        failed = reproduce_all([row.chosen], **options, **places)
-        if failed:
-            raise SystemExit(f"{', '.join(failed)} failed; each folder has a log.txt")
-        files = [kept_at(arguments.results, row.chosen, seed) for seed in range(arguments.seeds)]
-        found[f"{row.claim} {row.label}"] = [Result.model_validate_json(f.read_text()) for f in files]
-    return found
+    return {
+        "initial weights": [one(f"{g:g} of PyTorch's", options={**options, "gain": g}) for g in GAINS],
+        "depth": [one(f"{d} layers", options={**options, "depth": d}) for d in DEPTHS],
+        "theta starts at": [one(f"{t:g}", theta=t) for t in STARTS],
+        "estimator": [one(name, estimator=name) for name in ("first_order", "flip")],
+    }
 
 
 # -- what the paper has never seen: a rate that comes back ------------------------------------------------
@@ -169,37 +142,30 @@ def _accuracy(run: Run, model: nn.Module) -> float:
 # -- the page ---------------------------------------------------------------------------------------------
 
 
-def spread(values: Sequence[float]) -> str:
-    sd = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.2f} ± {sd:.2f}"
-
-
-def table(rows: Sequence[Setting], found: dict[str, list[Result]]) -> str:
+def table(rows: dict[str, list[Setting]], found: dict[str, list[Result]]) -> str:
     lines = ["| varied | | accuracy % | layers | load | seeds |", "| --- | --- | ---: | ---: | ---: | ---: |"]
-    for row in rows:
-        results = found[f"{row.claim} {row.label}"]
-        accuracy = spread([r.test_accuracy or 0.0 for r in results])
-        layers, load = spread([r.layers for r in results]), spread([r.training_macs_ratio for r in results])
-        lines.append(f"| {row.claim} | {row.label} | {accuracy} | {layers} | {load} | {len(results)} |")
+    for claim, row in ((claim, row) for claim, some in rows.items() for row in some):
+        runs = found[row.label]
+        accuracy = spread([r.test_accuracy or 0.0 for r in runs])
+        layers, load = spread([r.layers for r in runs]), spread([r.training_macs_ratio for r in runs])
+        lines.append(f"| {claim} | {row.label} | {accuracy} | {layers} | {load} | {len(runs)} |")
     return "\n".join(lines) + "\n"
 
 
-def figure(rows: Sequence[Setting], found: dict[str, list[Result]], path: Path) -> None:
+def figure(rows: dict[str, list[Setting]], found: dict[str, list[Result]], path: Path) -> None:
     """Accuracy and layers of every run, a panel for each claim."""
     from matplotlib.figure import Figure
 
-    claims = list(dict.fromkeys(row.claim for row in rows))
-    drawing = Figure(figsize=(3 * len(claims), 4.5), layout="constrained")
-    panels = drawing.subplots(2, len(claims), sharey="row")
-    for column, claim in enumerate(claims):
-        chosen = [row for row in rows if row.claim == claim]
-        for place, row in enumerate(chosen):
-            results = found[f"{row.claim} {row.label}"]
-            for line, values in enumerate(([r.test_accuracy for r in results], [r.layers for r in results])):
+    drawing = Figure(figsize=(3 * len(rows), 4.5), layout="constrained")
+    panels = drawing.subplots(2, len(rows), sharey="row")
+    for column, (claim, some) in enumerate(rows.items()):
+        for place, row in enumerate(some):
+            runs = found[row.label]
+            for line, values in enumerate(([r.test_accuracy for r in runs], [r.layers for r in runs])):
                 panels[line, column].plot([place] * len(values), values, "o", alpha=0.6, color="C0")
         panels[0, column].set_title(claim)
         for line in range(2):
-            panels[line, column].set_xticks(range(len(chosen)), [row.label for row in chosen], rotation=20)
+            panels[line, column].set_xticks(range(len(some)), [row.label for row in some], rotation=20)
     panels[0, 0].set_ylabel("test accuracy, %")
     panels[1, 0].set_ylabel("layers left")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,16 +181,10 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--recipe", default="mnist-fc20")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--epochs", type=int, help="every schedule in proportion")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--into", type=Path, help="a page with the sections settings, recovery and return")
-    return parser.parse_args()
+    found = parser(__doc__, seeds=5)
+    found.add_argument("--recipe", default="mnist-fc20")
+    found.add_argument("--into", type=Path, help="a page with the sections settings, recovery and return")
+    return found.parse_args()
 
 
 def main() -> None:
@@ -234,7 +194,7 @@ def main() -> None:
             check_section(given.into, section)
     torch.set_num_threads(1)
     rows = settings(given.recipe, given.epochs)
-    found = run_all(rows, given)
+    found = run_all([row for some in rows.values() for row in some], given, range(given.seeds))
     base = recipe(given.recipe)
     base = base if given.epochs is None else base.rescaled(given.epochs)
     task, place = data.load(base.task, given.data_dir), given.results / f"robustness-{given.recipe}"

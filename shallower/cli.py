@@ -209,9 +209,8 @@ def reproduce(
             data.load(task, data_dir)
         flags = ["--device", device, *["--bf16"] * bf16, *["--channels-last"] * channels_last]
         flags += ["--compile"] * compiled
-        flags += [] if epochs is None else ["--epochs", str(epochs)]
         places: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir}
-        failed = reproduce_all(chosen, seeds=seeds, jobs=jobs, sets=set_ or [], flags=flags, **places)
+        failed = reproduce_all(chosen, seeds=range(seeds), jobs=jobs, flags=flags, **places)
         kept = [kept_at(results, row, seed) for row in chosen for seed in range(seeds)]
         found = read_results(file for file in kept if file.exists())
         print(json.dumps([r.model_dump() for r in found]) if as_json else markdown_table(found))

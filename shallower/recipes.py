@@ -129,13 +129,16 @@ def recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
         raise RecipeError(f"These values do not fit the recipe {name}: {reasons}.") from error
 
 
+def changes(recipe: Recipe) -> dict[str, Any]:
+    """The fields in which a recipe differs from the one of its name; `recipe(name, changes)` is it again."""
+    base = RECIPES.get(recipe.name, recipe).settings
+    return {field: value for field, value in recipe.settings.items() if value != base[field]}
+
+
 def label(recipe: Recipe) -> str:
     """`digits`, or `digits log_gamma=-100` where a field differs from the recipe's."""
-    base = RECIPES.get(recipe.name)
-    if base is None:
-        return recipe.name
-    changed = {f: value for f, value in recipe.settings.items() if value != base.settings[f]}
-    words = ["dense" if f == "log_gamma" and v is None else f"{f}={_short(v)}" for f, v in changed.items()]
+    found = changes(recipe).items()
+    words = ["dense" if f == "log_gamma" and v is None else f"{f}={_short(v)}" for f, v in found]
     return " ".join([recipe.name, *words])
 
 

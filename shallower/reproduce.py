@@ -1,10 +1,11 @@
 """Several runs at a time, each a process with one thread; a finished run is not run again."""
 
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from shallower.files import write_text
-from shallower.recipes import Recipe, label
+from shallower.recipes import Recipe, changes, label
 from shallower.training.checkpoint import CHECKPOINT
 from shallower.training.result import Result
 
@@ -22,21 +23,19 @@ err = Console(stderr=True)
 def reproduce_all(
     chosen: Sequence[Recipe],
     *,
-    seeds: int,
+    seeds: Iterable[int],
     jobs: int,
-    sets: Sequence[str],
     runs: Path,
     results: Path,
     data_dir: Path | None,
     flags: Sequence[str] = (),
 ) -> list[str]:
-    """Run every recipe, `sets` already in it, with the seeds 0 to `seeds` - 1; returns the runs that failed.
+    """Run every recipe with every seed; returns the runs that failed.
 
     `flags` go to `shallower train` as they are.
     """
-    words = ["--threads", "1", *flags, *(part for pair in sets for part in ("--set", pair))]
-    words += ["--data-dir", str(data_dir)] if data_dir else []
-    every = [(recipe, seed, kept_at(results, recipe, seed)) for seed in range(seeds) for recipe in chosen]
+    words = ["--threads", "1", *flags, *(["--data-dir", str(data_dir)] if data_dir else [])]
+    every = [(recipe, seed, kept_at(results, recipe, seed)) for seed in seeds for recipe in chosen]
     for recipe, seed, kept in every:
         for file in (kept, runs / place(recipe) / f"seed{seed}" / "result.json"):
             if file.exists():
@@ -47,7 +46,7 @@ def reproduce_all(
         recipe, seed, kept = job
         name = place(recipe)
         folder = runs / name / f"seed{seed}"
-        if not (folder / "result.json").exists() and _run(recipe.name, seed, folder, words) != 0:
+        if not (folder / "result.json").exists() and _run(recipe, seed, folder, words) != 0:
             return f"{name} seed {seed}"
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, (folder / "result.json").read_text())
@@ -84,10 +83,11 @@ def _check(kept: Path, recipe: Recipe, flags: Sequence[str]) -> None:
         )
 
 
-def _run(name: str, seed: int, folder: Path, words: Sequence[str]) -> int:
+def _run(recipe: Recipe, seed: int, folder: Path, words: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "shallower", "train", name, "--seed", str(seed)]
+    command = [sys.executable, "-m", "shallower", "train", recipe.name, "--seed", str(seed)]
     command += ["--out", str(folder), "--json", *words]
+    command += [f"--set={field}={json.dumps(value)}" for field, value in changes(recipe).items()]
     command += ["--resume"] if (folder / CHECKPOINT).exists() else ["--overwrite"]
     with (folder / "log.txt").open("a") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,105 @@
+"""The paper's CIFAR-10 runs in miniature: dense, pruned at some prices, and built as shallow from the start.
+
+    python experiments/miniature.py --depth 20 --epochs 12 --into docs/results.md:miniature-20
+
+Every schedule of the paper is in proportion. Each pruned network has a native twin: as many blocks in each
+stage, with stride 2 where the pruned one has it, trained for as many epochs. Finished runs are not run again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from setting import Setting, parser, run_all, setting, spread
+
+from shallower.reports import check_section, write_section
+from shallower.training import Result
+
+DENSE, PRUNED = "cifar10-resnet56-dense", "cifar10-resnet56-500"
+STAGES = 3
+Row = tuple[str, list[Result]]
+
+
+def stages(survivors: Sequence[str]) -> dict[str, list[int] | list[bool]]:
+    """Options of a network that is built with the blocks which are left: `stage2.0` has stride 2."""
+    counts = [sum(name.startswith(f"stage{n}.") for name in survivors) for n in range(1, STAGES + 1)]
+    entered = [f"stage{n}.0" in survivors for n in range(2, STAGES + 1)]
+    return {"blocks": counts, "transitions": entered}
+
+
+def native(row: Setting, result: Result, epochs: int | None) -> Setting:
+    """The network that pruning has left, built as such."""
+    options = {"depth": None, **stages(result.survivors)}
+    return setting(DENSE, f"{row.label}, native", epochs, options=options)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Against the first row, the dense network."""
+    lines = [
+        "| network | seeds | accuracy % | layers | blocks by stage | MMACs | fewer, % | load | training s |",
+        "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    dense = rows[0][1][0].macs
+    for label, runs in rows:
+        blocks = " ".join(str(tuple(stages(r.survivors)["blocks"])) for r in runs)
+        accuracy = spread([r.test_accuracy or 0.0 for r in runs])
+        fewer = spread([100 * (1 - r.macs / dense) for r in runs], 1)
+        load = spread(
+            [r.training_macs_ratio * r.macs_dense / dense for r in runs]
+        )  # of a native one, its own
+        macs, seconds = (spread([value(r) for r in runs], 1) for value in (_millions, _seconds))
+        cells = [label, str(len(runs)), accuracy, spread([_layers(r) for r in runs], 1), blocks]
+        lines.append("| " + " | ".join([*cells, macs, fewer, load, seconds]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _millions(result: Result) -> float:
+    return result.macs / 1e6
+
+
+def _seconds(result: Result) -> float:
+    return result.seconds
+
+
+def _layers(result: Result) -> int:
+    return 2 * len(result.survivors) + 2
+
+
+def main() -> None:
+    found = parser(__doc__, seeds=1)
+    found.set_defaults(epochs=12)
+    found.add_argument("--depth", type=int, default=20)
+    found.add_argument("--log-gamma", type=float, nargs="+", default=[-2000.0, -4000.0])
+    found.add_argument("--theta", type=float, default=0.75, help="where every rate starts")
+    found.add_argument("--theta-lr", type=float, default=1e-4, help="in the paper's 182 epochs; scaled up")
+    found.add_argument("--into", help="FILE:SECTION of a Markdown file to put the table in")
+    given = found.parse_args()
+    path, _, section = (given.into or "").rpartition(":")
+    if given.into:
+        check_section(Path(path), section)
+    torch.set_num_threads(1)
+    flags = ["--bf16", "--channels-last", "--compile"]
+    seeds, options = range(given.seeds), {"depth": given.depth}
+    fields = {"options": options, "theta": given.theta, "theta_lr": given.theta_lr}
+    dense = setting(DENSE, f"ResNet-{given.depth}, dense", given.epochs, options=options)
+    pruned = [
+        setting(PRUNED, f"log gamma {value:g}", given.epochs, log_gamma=value, **fields)
+        for value in given.log_gamma
+    ]
+    runs = run_all([dense, *pruned], given, seeds, flags)
+    built: dict[str, list[Result]] = {}
+    for seed in seeds:  # pruning may leave another network with every seed
+        twins = [native(row, runs[row.label][seed], given.epochs) for row in pruned]
+        for label, some in run_all(twins, given, [seed], flags).items():
+            built.setdefault(label, []).extend(some)
+    rows: list[Row] = [(dense.label, runs[dense.label])]
+    for row, label in ((row, f"{row.label}, native") for row in pruned):
+        rows += [(row.label, runs[row.label]), (label, built[label])]
+    text = table(rows)
+    print(text)
+    if given.into:
+        write_section(Path(path), section, text)
+
+
+if __name__ == "__main__":
+    main()
