@@ -346,22 +346,9 @@ _TABLE = [
     _vgg("1200", -1200.0, Paper(accuracy=93.86, ppr=72.85, fpr=33.12)),
     _vgg("1800", -1800.0, Paper(accuracy=92.74, ppr=91.55, fpr=63.22)),
     _resnet("cifar10", 56, "dense", None, Paper(accuracy=94.26, accuracy_sd=0.15)),
-    _resnet("cifar10", 56, "250", -250.0, _ROWS[56, 250]),
-    _resnet("cifar10", 56, "500", -500.0, _ROWS[56, 500]),
-    _resnet("cifar10", 56, "800", -800.0, _ROWS[56, 800]),
-    _resnet(
-        "cifar10", 56, "1200", -1200.0, _figures((92.45, 0.43), (19.4, 1.9), (51.20, 6.14), (66.93, 3.57))
-    ),
+    *(_resnet("cifar10", 56, f"{price}", -float(price), _ROWS[56, price]) for price in (250, 500, 800, 1200)),
     _resnet("cifar10", 110, "dense", None, Paper(accuracy=94.70, accuracy_sd=0.20)),
-    _resnet(
-        "cifar10", 110, "150", -150.0, _figures((94.25, 0.19), (51.2, 3.2), (44.35, 2.94), (53.97, 2.90))
-    ),
-    _resnet(
-        "cifar10", 110, "250", -250.0, _figures((93.86, 0.17), (41.4, 3.1), (52.66, 2.81), (63.11, 3.02))
-    ),
-    _resnet(
-        "cifar10", 110, "800", -800.0, _figures((92.83, 0.14), (24.0, 1.3), (68.63, 2.86), (79.44, 1.26))
-    ),
+    *(_resnet("cifar10", 110, f"{price}", -float(price), _ROWS[110, price]) for price in (150, 250, 800)),
     _resnet("cifar100", 56, "dense", None, Paper(accuracy=72.71)),
     _resnet("cifar100", 56, "250", -250.0, _figures(72.57, 44, 6.53, 22.56)),
     _resnet("cifar100", 56, "1000x5", -1000.0, _figures(72.04, 30, 39.09, 47.94), **_X5),
