@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shallower import Residual, first_order, flip, split
+from shallower import Residual, estimators, first_order, flip, split
 from shallower.aside import frozen_statistics
 from shallower.gate import Gate, attach
 
@@ -215,3 +215,12 @@ def test_flip_in_evaluation_mode_is_refused():
 def test_flip_with_a_closure_that_skips_the_model_is_refused():
     with pytest.raises(RuntimeError, match="gated model itself"):
         flip(gate_all(network()), lambda: torch.zeros(()))
+
+
+@pytest.mark.parametrize("lengths", [(2, 2, 2), (1, 3, 2)])
+def test_estimates_add_up_to_the_same_on_a_device_as_by_number(lengths):
+    values = iter(torch.randn(sum(lengths)))
+    parts = [[next(values) for _ in range(length)] for length in lengths]
+    expected = torch.tensor([float(sum(row)) for row in parts])
+    assert_close(estimators.sums(parts), expected)
+    assert_close(estimators._sums_on_device(parts), expected)
