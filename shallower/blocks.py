@@ -180,6 +180,8 @@ def _check_on_example(module: nn.Module, block: Block, called: Called) -> None:
 
 
 def _candidate(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     bare = type(module).__module__.startswith("torch.nn.") and not any(module.children())
     attention = isinstance(module, nn.MultiheadAttention)
     return not (bare or attention or type(module).forward in CONTAINERS) and any(
@@ -207,6 +209,11 @@ def choose(
     model: nn.Module, blocks: Sequence[str | AnyBlock] | BlockFinder | None, example: Any = None
 ) -> Survey:
     """The blocks to gate, or an error that says why there are none."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "Found a scripted model, whose forward is no longer Python's. Gate the model itself, and script "
+            "what `finish()` returns."
+        )
     gated = [name for name, module in model.named_modules() if isinstance(module, Gated)]
     if gated:
         raise ValueError(

@@ -131,7 +131,7 @@ def list_recipes(as_json: AsJson = False) -> None:
 @app.command("train")
 def train_one(
     name: Annotated[str, typer.Argument(metavar="RECIPE", help="see `shallower list`")],
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     set_: Overrides = None,
     epochs: Epochs = None,
     folder: Annotated[Path | None, typer.Option("--out", help="default: runs/RECIPE/seedN")] = None,

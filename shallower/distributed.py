@@ -49,13 +49,14 @@ class DataParallel(DistributedDataParallel):
                 f"The pruner averages over {pruner.ranks.size} ranks, but {size} train the model. Build it "
                 "after `init_process_group`, and with the process_group that DataParallel gets."
             )
-        self._wrap(model, pruner, {"find_unused_parameters": True, **options}, sent=0)
+        self._wrap(model, pruner, options, sent=0)
 
     def _wrap(self, model: nn.Module, pruner: Pruner, given: dict[str, Any], *, sent: int) -> None:
         """(Re)build the buckets; all ranks come here together, for all remove the same blocks."""
         training = model.training
         hooks = {name: vars(self)[name] for name in HOOKS if name in vars(self)}
-        super().__init__(model, **given)  # clears what was there before
+        unused = not pruner.finalized  # then nothing is closed any more, unless the user knows better
+        super().__init__(model, **{"find_unused_parameters": unused, **given})  # clears what was there before
         for name, found in hooks.items():  # the user's, whose handles know these very dictionaries
             found.update(vars(self)[name])
             vars(self)[name] = found
@@ -79,8 +80,6 @@ class DataParallel(DistributedDataParallel):
         if self._shape() != self._built_for and torch.is_grad_enabled():
             sync = self.require_backward_grad_sync  # as within `no_sync()`
             given = {**self._given, "init_sync": False}
-            if self._pruner.finalized:  # nothing is closed any more
-                given["find_unused_parameters"] = False
             self._wrap(self.module, self._pruner, given, sent=self.bytes_reduced)
             self.require_backward_grad_sync = sync
         return super().forward(*inputs, **kwargs)

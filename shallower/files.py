@@ -53,6 +53,7 @@ def atomic(path: Path) -> Iterator[Path]:
         with part.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(part, path)
+        _to_disk(path.parent)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -61,6 +62,16 @@ def atomic(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _to_disk(folder: Path) -> None:
+    """The new name of a file, which a power cut may otherwise take back."""
+    with contextlib.suppress(OSError):  # some systems cannot
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:

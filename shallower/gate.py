@@ -235,6 +235,12 @@ class Gate:
         now = held_numbers(self.module)
         if now == self.constants:
             return
+        if MIXIN not in vars(type(self.module)):
+            raise RuntimeError(
+                f"The block {self.name!r} was given another class after it was gated, "
+                f"{type(self.module).__name__}. Apply fully_shard and the like first, build the optimiser, "
+                "then the Pruner."
+            )
         with plain(self.module):
             block = split(self.module, name=self.name)
         if [source(getattr(block, part)) for part in PARTS] != self.code:

@@ -24,6 +24,7 @@ from shallower.discovery import run_example
 from shallower.estimators import flip, needs_loss
 from shallower.gate import Gate
 from shallower.pruner import Pruner
+from shallower.sharding import gathered_anew
 
 STEP = 3  # forward and backward, in forward passes
 WHOLE = "(whole network)"
@@ -60,7 +61,8 @@ def _constant(model: nn.Module) -> Iterator[None]:
     for p in trained:
         p.requires_grad_(False)
     try:
-        yield
+        with gathered_anew(model):  # else FSDP2 would go on with what it has gathered without gradients
+            yield
     finally:
         for p in trained:
             p.requires_grad_(True)
@@ -159,6 +161,11 @@ class Ledger:
         """Parameters alive."""
         return count_parameters(self.pruner.model)
 
+    @property
+    def dense_step(self) -> int:
+        """What a training step would take, had nothing been pruned: MACs per sample."""
+        return STEP * (self.rest + sum(self._costs))
+
     def step(self) -> None:
         """Count the training step that `pruner.step()` has just ended."""
         if self.pruner.num_steps != self._seen + 1:
@@ -170,7 +177,7 @@ class Ledger:
             self._look()
         active = sum(map(mul, self._open, self._costs))
         alive = sum(map(mul, self._alive, self._costs))
-        self.load.dense += STEP * (self.rest + sum(self._costs))
+        self.load.dense += self.dense_step
         self.load.survivors += STEP * (self.rest + alive)
         self.load.expected += STEP * (self.rest + sum(map(mul, self._rates, self._costs)))
         self.load.ran += STEP * (self.rest + active) + self.idle * (alive - active) + self._again()

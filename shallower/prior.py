@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 Schedule = Callable[[int], float]
+MOST = 1e100  # nats; theta's optimiser squares them
 
 
 def log_density(pi: Tensor, log_gamma: float) -> Tensor:
@@ -84,13 +85,13 @@ def schedule(
         cost = price
         if callable(cost):
             return lambda step: -dataset_size * cost(step)
-        if not (cost > 0 and math.isfinite(cost)):
+        if not 0 < cost < MOST / dataset_size:
             raise ValueError(f"Found price={cost}; the price of a block must be positive: price=0.005.")
         return constant(-dataset_size * cost)
     if callable(log_gamma):
         return log_gamma
     assert log_gamma is not None
-    if not (log_gamma < 0 and math.isfinite(log_gamma)):
+    if not -MOST < log_gamma < 0:
         raise ValueError(
             f"Found log_gamma={log_gamma}; the hyper-prior needs 0 < gamma < 1, so log_gamma must be "
             f"negative: log_gamma={-abs(log_gamma) if log_gamma else -250}."

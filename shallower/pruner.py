@@ -312,9 +312,10 @@ class Pruner:
 
     def _log_gamma(self) -> float:
         value = float(self.log_gamma(self.num_steps))
-        if not (value <= 0 and math.isfinite(value)):
+        if not -prior.MOST < value <= 0:
             raise ValueError(
-                f"The schedule gave log_gamma={value} at step {self.num_steps}; it must not be positive."
+                f"The schedule gave log_gamma={value} at step {self.num_steps}; it must be finite, "
+                "and not positive."
             )
         return value
 
@@ -460,6 +461,8 @@ class Pruner:
         that the states of the model and of the optimiser fit."""
         check_state(state, self.state_dict())
         check_loads(self.theta_optimizer, state)
+        where = {name: state[name] for name in ("num_steps", "events", "xi", "finalized")}
+        self.ranks.check_same(**where, theta=state["theta"].tolist())  # before anything is cut
         removed = [Removal(**event) for event in state["events"]]
         for event in removed:
             if event.block in self.gates:

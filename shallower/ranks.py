@@ -42,23 +42,26 @@ class Ranks:
         tail = torch.tensor([own, own * own], dtype=torch.float64, device=values.device)
         sizes = [w.detach().double().abs().sum().to(values.device) for w in weights]
         mine = torch.stack(sizes) if sizes else tail.new_zeros(0)
-        sent = torch.cat([values.double(), mine, tail])
+        sent = torch.cat([values.double(), mine, mine.square(), tail])
         dist.all_reduce(sent, group=self.group)
         *means, first, second = sent.div_(self.size).tolist()
-        means, theirs = means[: len(values)], means[len(values) :]
+        means, theirs, squares = means[: len(values)], *_halves(means[len(values) :])
         if (first, second) != (own, own * own):
             raise RuntimeError(
                 f"Rank {self.rank} of {self.size}: the ranks no longer have the same rates and draws, and "
                 "would train different networks. Give every rank the same seed, recipe and checkpoint, and "
                 "call `pruner.step()` on all of them after every `optimizer.step()`."
             )
-        apart = [abs(a - b) > TOLERANCE * max(a, b) for a, b in zip(mine.tolist(), theirs, strict=True)]
+        # By the variance, which all ranks see: the one that is apart must not be alone in stopping.
+        spread = [self.size * (s - m * m) for m, s in zip(theirs, squares, strict=True)]
+        apart = [v > (TOLERANCE * m) ** 2 for m, v in zip(theirs, spread, strict=True)]
         if any(apart):
             raise RuntimeError(
                 f"Rank {self.rank} of {self.size}: {sum(apart)} of {len(apart)} parameters are not the same "
                 "on all ranks, which train different networks. Begin with the same weights everywhere, and "
-                "let DistributedDataParallel or shallower.distributed.DataParallel average the gradients; to "
-                "prune on each rank alone, `Pruner(..., process_group=None)`."
+                "let shallower.distributed.DataParallel average the gradients, or DistributedDataParallel "
+                "with find_unused_parameters=True; to prune on each rank alone, "
+                "`Pruner(..., process_group=None)`."
             )
         return means
 
@@ -85,11 +88,6 @@ class Ranks:
         if self.size == 1:
             return here
         return bool(self.sum(torch.tensor([float(here)], device=_device_of(self.group))).item())
-
-    def wait(self) -> None:
-        """Until all ranks are here."""
-        if self.size > 1:
-            dist.barrier(group=self.group)
 
     def check_same(self, **found: Any) -> None:
         """Refuse to begin if the ranks differ in any of `found`."""
@@ -119,6 +117,10 @@ def give_to_ddp(model: nn.Module, buffers: Sequence[str]) -> None:
     rest = [name for name in vars(model).pop(IGNORED, ()) if name not in buffers]
     if rest:
         vars(model)[IGNORED] = rest
+
+
+def _halves(values: list[float]) -> tuple[list[float], list[float]]:
+    return values[: len(values) // 2], values[len(values) // 2 :]
 
 
 def _number(text: bytes) -> int:

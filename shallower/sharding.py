@@ -44,7 +44,13 @@ def gathered_anew(model: nn.Module) -> Iterator[None]:
 
 
 def check_sharded(model: nn.Module, blocks: Mapping[str, AnyBlock]) -> None:
-    """What stays of a block must not need the hooks of a module that leaves."""
+    """A sharded model needs a root, and nothing in it that stays may need the hooks of what leaves."""
+    parts = [name for name, module in model.named_modules() if is_sharded(module)]
+    if parts and not is_sharded(model):
+        raise ValueError(
+            f"`fully_shard` was applied to {parts[0]!r}, but not to the model itself, so there is no root "
+            "that could let go of what is removed. Apply it to the model, too, last: fully_shard(model)."
+        )
     for name, block in blocks.items():
         module = model.get_submodule(block.path)
         if not isinstance(block, Block) or not is_sharded(module):
@@ -73,6 +79,11 @@ def leave_groups(model: nn.Module, gone: Sequence[Tensor]) -> None:
                 f"This version of PyTorch keeps the groups of fully_shard in another way ({error}); use "
                 "shallower.distributed.DataParallel, or the PyTorch that constraints.txt names."
             ) from error
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor, also if every rank has a part of it; then all of them come here."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def leave_root(module: nn.Module, model: nn.Module) -> None:

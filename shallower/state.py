@@ -40,6 +40,9 @@ def _check_parts(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     steps = state["num_steps"]
     if type(steps) is not int or steps < 0 or type(state["finalized"]) is not bool:
         raise ValueError(f"The state has num_steps={steps!r} and finalized={state['finalized']!r}.")
+    when = state["finalized_at"]
+    if (type(when) is int and 0 <= when <= steps) is not state["finalized"]:
+        raise ValueError(f"The state has finalized={state['finalized']} and finalized_at={when!r}.")
     _check_theta(state["theta"], len(mine["names"]))
     _check_removals(state, mine)
     _check_vitals(state["vitals"], mine)
@@ -90,7 +93,12 @@ def _check_vitals(vitals: Any, mine: Mapping[str, Any]) -> None:
     fits = fits and isinstance(vitals["change"], Tensor) and len(vitals["change"]) == len(mine["names"])
     fields = {"step", "theta", "norm", "change"}
     rows = [row for found in vitals["rows"].values() for row in found] if fits else []
-    if not fits or not all(isinstance(row, Mapping) and set(row) == fields for row in rows):
+    if not fits or not all(
+        isinstance(row, Mapping)
+        and set(row) == fields
+        and all(isinstance(v, int | float) for v in row.values())
+        for row in rows
+    ):
         raise ValueError(f"The state's vitals are not rows of {sorted(fields)} for blocks of this model.")
 
 
@@ -108,6 +116,8 @@ def check_loads(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         tensors += [p for group in twin.param_groups for p in group["params"]]
         if not all(map(math.isfinite, values)) or not all(bool(t.isfinite().all()) for t in tensors):
             raise ValueError("it holds numbers that are not finite")
+        if any(group.get("lr", 0.0) < 0 for group in twin.param_groups):
+            raise ValueError("its learning rate is negative")
     except Exception as error:  # whatever an optimiser makes of a state that is not its own
         raise ValueError(
             f"The state's theta_optimizer cannot be gone on with ({type(error).__name__}: {error})."

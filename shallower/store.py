@@ -15,12 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load as read
 from safetensors.torch import save as dump
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shallower import models
 from shallower.absorption import absorb
 from shallower.blocks import find_blocks, unaliased
 from shallower.files import write_bytes, write_text
 from shallower.fitting import cut
+from shallower.ranks import Ranks
+from shallower.sharding import whole
 from shallower.split import Block
 from shallower.stacks import check_stacks, compact
 
@@ -33,12 +36,16 @@ def save(
 ) -> None:
     """Write what `Pruner.finish()` returned for the network `network(**options)` of `shallower.models`.
 
-    For a model of your own, `network` is any name for it, and `load` is given the function that builds it.
+    For a model of your own, `network` is any name for it, and `load` is given the function that builds it. Of
+    a model that is sharded, all ranks come here, and the first writes.
     """
     folder = Path(folder)
+    kept, state = _untied(net), net.state_dict()
+    tensors = {n: whole(t).detach().cpu().contiguous() for n, t in state.items() if n in kept}
+    if any(hasattr(t, "full_tensor") for t in state.values()) and not Ranks().first:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    kept = _untied(net)
-    content = dump({n: t.detach().cpu().contiguous() for n, t in net.state_dict().items() if n in kept})
+    content = dump(tensors)
     structure = {
         "version": VERSION,
         "network": network,
@@ -66,6 +73,7 @@ def load(folder: str | Path, *, build: Build | None = None, example: Any = None)
     """
     folder = Path(folder)
     structure = _structure(folder / STRUCTURE)
+    _check_sizes(folder, structure["options"])
     name = structure["network"]
     if build is None:
         if name not in models.__all__:
@@ -84,7 +92,7 @@ def load(folder: str | Path, *, build: Build | None = None, example: Any = None)
     apply_structure(net, folder, example=example)
     try:
         content = (folder / WEIGHTS).read_bytes()
-        if structure.get("sha256", "") not in ("", hashlib.sha256(content).hexdigest()):
+        if structure["sha256"] != hashlib.sha256(content).hexdigest():
             raise RuntimeError("its checksum is not that of the structure: one of them is damaged")
         state = read(content)
         missing, strange = net.load_state_dict(state, strict=False)
@@ -140,6 +148,20 @@ def apply_structure(
     return compact(model)  # which names layers anew
 
 
+def _check_sizes(folder: Path, options: Any) -> None:
+    """A number of layers or features that is larger than the files themselves would only fill the memory.
+
+    Each layer that is left has a byte in the weights at least, each that is gone has its name.
+    """
+    room = sum((folder / name).stat().st_size for name in (WEIGHTS, STRUCTURE) if (folder / name).exists())
+    for value in tree_leaves(options):
+        if isinstance(value, int | float) and abs(value) > room:
+            raise ValueError(
+                f"The options {options} of {folder / STRUCTURE} are not those of the weights beside it: "
+                f"{value} is more than the {room} bytes of both files."
+            )
+
+
 def _structure(path: Path) -> dict[str, Any]:
     try:
         structure = json.loads(path.read_text())
@@ -149,7 +171,7 @@ def _structure(path: Path) -> dict[str, Any]:
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no structure of a network: {error}") from error
-    needed = {"version": int, "network": str, "options": dict, "removed": list}
+    needed = {"version": int, "network": str, "options": dict, "removed": list, "sha256": str}
     fits = isinstance(structure, dict) and all(isinstance(structure.get(k), t) for k, t in needed.items())
     if not fits or structure["version"] != VERSION:
         raise ValueError(

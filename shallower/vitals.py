@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shallower.sharding import whole
+
 EVERY, KEPT = 50, 40  # a row every so many steps, and so many of them
 
 
@@ -43,7 +45,7 @@ class Vitals:
         due = [n for n in names if not self.rows[n] or self.rows[n][-1].step != step]
         if not due:
             return
-        squares = [sum(_whole(w).detach().float().square().sum() for w in self.weights[n]) for n in due]
+        squares = [sum(whole(w).detach().float().square().sum() for w in self.weights[n]) for n in due]
         norms = torch.stack([torch.as_tensor(square) for square in squares]).sqrt().tolist()
         for name, norm in zip(due, norms, strict=True):
             change = self.change[self._places[name]].item()
@@ -62,8 +64,3 @@ class Vitals:
             found.clear()
             found.extend(Vital(**row) for row in state["rows"].get(name, ()))
         self.change.copy_(state["change"])
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A tensor, also if every rank has a part of it; then all of them come here."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

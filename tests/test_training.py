@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import signal
+import sys
 import threading
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,16 @@ from shallower import data
 from shallower.data import Samples
 from shallower.files import locked
 from shallower.recipes import Recipe, recipe
-from shallower.training import Interrupted, Machine, Result, RunError, train, train_against_dense
+from shallower.training import (
+    Interrupted,
+    Machine,
+    Result,
+    RunError,
+    begun_by,
+    launched,
+    train,
+    train_against_dense,
+)
 from shallower.training.result import loss_of
 from shallower.training.run import Run
 
@@ -277,18 +287,103 @@ FOREIGN = {
     "no recipe": lambda state: state | {"recipe": "digits"},
     "no pruner": lambda state: state | {"pruner": None},
     "other weights": lambda state: state | {"model": {"x": torch.ones(1)}},
+    "moments of another shape": lambda state: with_moment(state, "exp_avg", torch.zeros(3)),
+    "moments that are not finite": lambda state: with_moment(state, "exp_avg_sq", torch.tensor(torch.nan)),
+    "a moment too few": lambda state: with_moment(state, "exp_avg", None),
+    "a learning rate in words": lambda state: with_group(state, lr="x"),
+    "another learning rate": lambda state: with_group(state, lr=0.5),
+    "no betas": lambda state: with_group(state, betas=(0.9,)),
+    "another decay": lambda state: with_group(state, weight_decay=1.0),
+    "another schedule": lambda state: state | {"scheduler": state["scheduler"] | {"base_lrs": [0.5]}},
+    "other clocks": lambda state: state | {"seconds": {"a": 1.0}},
+    "other columns": lambda state: state | {"history": '[{"x": 1}]'},
+    "other rates": lambda state: state | {"rates": '[{"y": 1}]'},
+    "another batch": lambda state: state | {"loader": state["loader"] | {"batch": 10}},
+    "another load": lambda state: state | {"load": state["load"] | {"dense": 1}},
+    "another end of pruning": lambda state: with_pruner(state, finalized=True),
+    "a rate of theta below 0": lambda state: with_theta_lr(state, -1.0),
+    "another rate of theta": lambda state: with_theta_lr(state, 1.0),
 }
+
+
+def with_moment(state, name, value):
+    kept = {k: v for k, v in state["optimizer"]["state"][0].items() if k != name}
+    entry = kept if value is None else kept | {name: value}
+    return state | {"optimizer": state["optimizer"] | {"state": state["optimizer"]["state"] | {0: entry}}}
+
+
+def with_group(state, **values):
+    (group,) = state["optimizer"]["param_groups"]
+    return state | {"optimizer": state["optimizer"] | {"param_groups": [group | values]}}
+
+
+def with_pruner(state, **values):
+    return state | {"pruner": state["pruner"] | values}
+
+
+def with_theta_lr(state, lr):
+    theirs = state["pruner"]["theta_optimizer"]
+    groups = [group | {"lr": lr} for group in theirs["param_groups"]]
+    return with_pruner(state, theta_optimizer=theirs | {"param_groups": groups})
 
 
 @pytest.mark.parametrize("kind", sorted(FOREIGN))
 def test_a_checkpoint_of_another_shape_ends_in_a_clear_error(digits, tmp_path, kind):
-    train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, worth=False)
-    path = tmp_path / "checkpoint.pt"
+    """One from the middle of a run, so that training would go on with it."""
+    chosen, path = quick(epochs=2, finalize_epoch=None), tmp_path / "checkpoint.pt"
+    with pytest.raises(Stop):
+        train(chosen, digits, tmp_path, worth=False, note=stop_after_an_epoch)
     torch.save(FOREIGN[kind](torch.load(path, weights_only=True)), path)
     before = path.read_bytes()
     with pytest.raises(RunError, match=r"checkpoint\.pt (is no checkpoint|does not fit|has a recipe)"):
-        train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, resume=True, worth=False)
+        train(chosen, digits, tmp_path, resume=True, worth=False)
     assert path.read_bytes() == before
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after_an_epoch(run, folder):
+    raise Stop
+
+
+def test_two_runs_in_two_threads_are_each_as_it_is_alone(digits, tmp_path):
+    """The global generator, from which initial weights come, belongs to all threads."""
+    alone = [Run(quick(), digits, seed=seed, machine=Machine("cpu")).model.state_dict() for seed in (1, 2)]
+    found: dict[int, list[dict[str, torch.Tensor]]] = {1: [], 2: []}
+
+    def build(seed):
+        for _ in range(20):
+            found[seed].append(Run(quick(), digits, seed=seed, machine=Machine("cpu")).model.state_dict())
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=build, args=(seed,)) for seed in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    for seed, expected in zip((1, 2), alone, strict=True):
+        assert len(found[seed]) == 20
+        for state in found[seed]:
+            assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("count", "job"), [("0", "id"), ("2", "id")])
+def test_one_rank_that_torchrun_starts_again_goes_on_with_its_run(digits, tmp_path, monkeypatch, count, job):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with launched(Machine("cpu")) as (launch, _):
+        assert launch.restarted == (count != "0")
+        with pytest.raises(Stop):
+            train(quick(), digits, tmp_path, worth=False, note=stop_after_an_epoch, job=launch.job)
+        assert begun_by(tmp_path, launch.job) == {"resume": True, "overwrite": False}
+        assert begun_by(tmp_path, "another") == {}
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(digits, tmp_path, monkeypatch):

@@ -54,6 +54,10 @@ def absorb(
     report = Absorption()
     left = [name for name in removed if not isinstance(model.get_submodule(name), nn.Identity)]
     blocks = {block.name: block for block in survivors}
+    if any(hasattr(p, "to_local") for p in model.parameters()):  # FSDP2 reads memory of its own
+        reason = "the weights are shards of fully_shard; fold a copy of the network that holds them whole"
+        report.kept.update(dict.fromkeys(left, reason))
+        return report
     try:
         order = Flow(model, left, blocks).order(left)
     except NoFlow as no:

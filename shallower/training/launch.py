@@ -34,23 +34,22 @@ class Launch:
 @contextmanager
 def launched(machine: Machine) -> Iterator[tuple[Launch, Machine]]:
     """Join the other processes, if there are any; each takes the device of its number."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size, restarts = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get(RESTARTS, "0"))
+    # torchrun may give every job the same id; its own process stays the same for all restarts.
+    job = f"{os.environ[RUN_ID]} {socket.gethostname()} {os.getppid()}" if RUN_ID in os.environ else None
     if size == 1 or not dist.is_available() or dist.is_initialized():
-        yield Launch(), machine
+        yield Launch(restarted=restarts > 0, job=job), machine
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if machine.where.type == "cuda" and machine.device in ("auto", "cuda"):
         machine = replace(machine, device=f"cuda:{local}")
         torch.cuda.set_device(local)
-    restarts = int(os.environ.get(RESTARTS, "0"))
     # torchrun may keep its store when it restarts the ranks, with the addresses of those that are gone.
     store, rank, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"shallower/{restarts}", store)
     backend = "nccl" if machine.where.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
-        # torchrun may give every job the same id; its own process stays the same for all restarts.
-        job = f"{os.environ.get(RUN_ID, '')} {socket.gethostname()} {os.getppid()}"
         yield Launch(rank, restarts > 0, job), machine
     finally:
         dist.destroy_process_group()

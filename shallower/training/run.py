@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -25,6 +26,9 @@ from shallower.recipes import Recipe
 from shallower.training.checkpoint import CHECKPOINT, Checkpoint, RunError, read
 from shallower.training.clock import Clock
 from shallower.training.result import loss_of
+from shallower.training.resumed import check_groups, check_history, check_moments, check_schedule, groups_of
+
+_SEEDED = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,11 @@ class Run:
     def __init__(self, recipe: Recipe, task: Task, *, seed: int, machine: Machine) -> None:
         self.recipe, self.task, self.seed, self.machine = recipe, task, seed, machine
         self.ranks = Ranks()
-        torch.manual_seed(seed)
         device, fmt = machine.where, torch.channels_last if machine.channels_last else torch.preserve_format
-        self.model: nn.Module = _network(recipe).to(device, memory_format=fmt)  # type: ignore[call-overload]
+        with _SEEDED:  # the generator of the initial weights is that of all threads
+            torch.manual_seed(seed)
+            model = _network(recipe)
+        self.model: nn.Module = model.to(device, memory_format=fmt)  # type: ignore[call-overload]
         self.loader = self.batches(
             "train",
             recipe.batch_size,
@@ -222,18 +228,29 @@ class Run:
             ) from error
 
     def _take(self, kept: Checkpoint) -> None:
+        """The states of all parts, each of which must be that of the same step."""
+        self.loader.load_state_dict(kept.loader)
+        steps = self.loader.epoch * len(self.loader) + self.loader.batch
         if self.pruner is not None and self.ledger is not None:
             if kept.pruner is None or kept.load is None:
                 raise ValueError("it is of a run without pruning")
+            own = groups_of(self.pruner.theta_optimizer)
             self.pruner.load_state_dict(kept.pruner)
+            check_groups(self.pruner.theta_optimizer, own)
             self.ledger.resume(Load(**kept.load.model_dump()))
+            if self.pruner.num_steps != steps or kept.load.dense != steps * self.ledger.dense_step:
+                raise ValueError(f"its pruner is at step {self.pruner.num_steps}, its data at {steps}")
         self.model.load_state_dict(kept.model)
+        own, base = groups_of(self.optimizer), list(self.scheduler.base_lrs)
         self.optimizer.load_state_dict(kept.optimizer)
+        check_groups(self.optimizer, own, may_change=["lr"])
+        check_moments(self.optimizer)
         self.scheduler.load_state_dict(kept.scheduler)
-        self.loader.load_state_dict(kept.loader)
+        check_schedule(self.scheduler, base, steps)
+        check_history(kept.history, kept.rates, self.loader.epoch)
         torch.set_rng_state(kept.generator)
-        if len(kept.history) != self.loader.epoch:
-            raise ValueError(f"it is at epoch {self.loader.epoch}, and tells of {len(kept.history)}")
+        if kept.seconds.keys() != self.clock.seconds.keys() or not bool(kept.loss.isfinite()):
+            raise ValueError("its seconds or its loss are not those of a run")
         self.history, self.rates = kept.history, kept.rates
         self.loss.copy_(kept.loss)
         self.finite.copy_(kept.finite)

@@ -103,6 +103,8 @@ def everything(rank: int) -> dict[str, Any]:
         "alone": train_alone(rank),
         "finished": train_on(rank),
         "hooks": hooks(),
+        "unused": unused(rank),
+        "other states": other_states(rank),
     }
     return found
 
@@ -242,6 +244,77 @@ def train_alone(rank: int) -> float:
     return float(pruner.theta.sum())
 
 
+class Unused(nn.Module):
+    """A layer that no forward pass reads, as in many a user's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.spare = network(), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def unused(rank: int) -> int:
+    """How many steps a model with an unused layer makes, two of them after it was finalised."""
+    model = Unused()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, **OPTIONS)
+    ddp = DataParallel(model, pruner, find_unused_parameters=True)
+    for step, (inputs, labels) in enumerate(batches()[:5]):
+        if step == 3:
+            pruner.finalize()
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(inputs.chunk(2)[rank]), labels.chunk(2)[rank]).backward()
+        optimizer.step()
+        pruner.step()
+    return pruner.num_steps
+
+
+def other_states(rank: int) -> str:
+    """What is said if ranks load states of different steps."""
+    states = []
+    for number in (0, 1):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pruner = Pruner(model, optimizer, **OPTIONS, process_group=None)
+        for inputs, labels in batches()[: 2 + number]:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            pruner.step()
+        states.append(pruner.state_dict())
+    model = network()
+    pruner = Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), **OPTIONS)
+    try:
+        pruner.load_state_dict(states[rank])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def one_apart(rank: int) -> str:
+    """What each of three ranks says if the last begins with other weights."""
+    model = network()
+    if rank == 2:
+        with torch.no_grad():
+            model[0].weight.mul_(1.0002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    pruner = Pruner(model, optimizer, **OPTIONS)
+    F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+    optimizer.step()
+    try:
+        pruner.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_notice_that_one_has_other_weights() -> None:
+    for said in on_ranks(3, one_apart):
+        assert "1 of 24 parameters are not the same on all ranks" in said
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     return on_ranks(2, everything)
@@ -313,6 +386,15 @@ def test_a_pruner_without_a_group_is_alone(ranks: list[Any]) -> None:
 def test_what_would_let_ranks_drift_apart_is_refused(ranks: list[Any], case: str, text: str) -> None:
     for found in ranks:
         assert re.search(text, found["refused"].get(case, ""), re.DOTALL)
+
+
+def test_ranks_that_load_different_states_are_refused(ranks: list[Any]) -> None:
+    for found in ranks:
+        assert "The 2 ranks differ in num_steps" in found["other states"]
+
+
+def test_an_unused_layer_may_stay_unused_after_the_last_gate(ranks: list[Any]) -> None:
+    assert [found["unused"] for found in ranks] == [5, 5]
 
 
 def test_training_goes_on_alike_on_all_ranks_after_finish_has_made_parameters_anew(ranks: list[Any]) -> None:

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from shallower import Pruner, Residual, find_blocks, first_order, flip
+from shallower import Pruner, Residual, count_macs, find_blocks, first_order, flip, save
 
 from .ranks import on_ranks
 from .test_data_parallel import OPTIONS, STEPS, WIDTH, batches, network, same
@@ -127,6 +128,58 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
     exact.run(0, STEPS)
     found["flip"] = exact.found()
     found["sent"] = sent(rank)
+    found["finished"], found["stored"] = finished(rank, folder / "stored")
+    found["counted"] = counted(rank)
+    return found
+
+
+def linear_skips() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [Residual(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return nn.Sequential(nn.Linear(4, WIDTH), *blocks, nn.Linear(WIDTH, 3))
+
+
+def finished(rank: int, folder: Path) -> tuple[float, float]:
+    """By how much the outputs move when the pruner finishes, and when the network is saved and loaded."""
+    model, mesh = linear_skips(), init_device_mesh("cpu", (2,))
+    for block in (model[1], model[2]):
+        fully_shard(block.branch, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pruner = Pruner(model, optimizer, **OPTIONS)
+    for step, (inputs, labels) in enumerate(batches()[:3]):
+        if step == 1:
+            pruner.theta[0] = 0.0
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs.chunk(2)[rank]), labels.chunk(2)[rank]).backward()
+        optimizer.step()
+        pruner.step()
+    pruner.finalize(0.0)
+    model.eval()
+    inputs = batches()[0][0]
+    with torch.no_grad():
+        before = model(inputs)
+        model.reshard()  # as after a training step
+        net = pruner.finish()
+        after = net(inputs)
+        save(folder, net, network="linear skips", options={}, removed=[])
+        torch.distributed.barrier()
+        state = load_file(folder / "model.safetensors")
+        whole = {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in net.state_dict().items()}
+    assert pruner.absorption is not None
+    assert "shards of fully_shard" in pruner.absorption.kept["1"]
+    moved = max(float((state[n] - t).abs().max()) for n, t in whole.items())
+    return float((after - before).abs().max()), moved
+
+
+def counted(rank: int) -> list[bool]:
+    """Whether the first layer has a gradient in steps before some of which the network was counted."""
+    run, found = Training("blocks", rank, 2), []
+    for step in range(4):
+        if step in (0, 2):
+            count_macs(run.model, batches()[0][0])
+        run.run(step, step + 1)
+        found.append(run.optimizer.param_groups[0]["params"][0].grad is not None)
     return found
 
 
@@ -152,16 +205,22 @@ def sent(rank: int) -> list[tuple[int, int]]:
     return found
 
 
-def refusal() -> str:
-    model = nn.Sequential(
-        nn.Linear(4, WIDTH), Residual(nn.Linear(WIDTH, WIDTH), skip=nn.Linear(WIDTH, WIDTH))
-    )
-    fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
-    try:
-        Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), **OPTIONS)
-    except ValueError as error:
-        return str(error)
-    return ""
+def refusal() -> dict[str, str]:
+    mesh, said = init_device_mesh("cpu", (2,)), {}
+    for case in ("part", "no root", "later"):
+        model = linear_skips()
+        if case != "later":
+            fully_shard(model[1], mesh=mesh)
+        if case == "part":
+            fully_shard(model, mesh=mesh)
+        try:
+            pruner = Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), **OPTIONS)
+            fully_shard(model[1], mesh=mesh)
+            pruner.gates["1"].xi = False
+            model(batches()[0][0])
+        except (ValueError, RuntimeError) as error:
+            said[case] = str(error)
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -213,4 +272,20 @@ def test_closed_blocks_send_no_gradients(ranks: Any) -> None:
 
 
 def test_a_shard_of_which_a_part_stays_is_refused(ranks: Any) -> None:
-    assert "`fully_shard` was applied to the block '1', of which skip.weight stays" in ranks[0]["refused"]
+    said = ranks[0]["refused"]
+    assert "`fully_shard` was applied to the block '1', of which skip.weight stays" in said["part"]
+
+
+def test_shards_without_a_root_and_shards_of_a_gated_model_are_refused(ranks: Any) -> None:
+    said = ranks[0]["refused"]
+    assert "but not to the model itself" in said["no root"]
+    assert "was given another class after it was gated" in said["later"]
+
+
+def test_finishing_and_saving_a_sharded_network_changes_nothing(ranks: Any) -> None:
+    for found in ranks:
+        assert found["finished"] == found["stored"] == 0.0
+
+
+def test_counting_a_sharded_network_takes_no_gradient_away(ranks: Any) -> None:
+    assert all(found["counted"] == [True] * 4 for found in ranks)
