@@ -144,7 +144,7 @@ def check_files(folder: Path) -> int:
 
 
 def disturb(folder: Path, kind: int, dice: random.Random, seconds: float) -> tuple[str, bool]:
-    """One disturbance: what it was, and whether it hit, for a run may have ended before."""
+    """One disturbance: what it was, and whether it hit a run that had not ended before."""
     folder.mkdir(exist_ok=True)
     if kind == 1:
         name, prepare = "between write and rename", die_at("replace", dice.randint(1, 8))
@@ -158,6 +158,7 @@ def disturb(folder: Path, kind: int, dice: random.Random, seconds: float) -> tup
         name, prepare = "read-only folder", read_only(folder)
     else:
         name, prepare = "at a random moment", lambda: None
+    ended = (folder / "result.json").exists()  # what comes now finds nothing left to train
     try:
         pid = child(folder, prepare)
         if kind == 0:
@@ -169,7 +170,7 @@ def disturb(folder: Path, kind: int, dice: random.Random, seconds: float) -> tup
     code = os.waitstatus_to_exitcode(status)
     wanted = 3 if kind in (4, 5) else -signal.SIGKILL
     assert code in (0, wanted), f"{name}: the run ended with {code}"
-    return name, code == wanted
+    return name, code == wanted and not ended
 
 
 def ends(folder: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def schedule(
     if not -MOST < log_gamma < 0:
         raise ValueError(
             f"Found log_gamma={log_gamma}; the hyper-prior needs 0 < gamma < 1, so log_gamma must be "
-            f"negative: log_gamma={-abs(log_gamma) if log_gamma else -250}."
+            f"negative, and above {-MOST:g}: log_gamma={-abs(log_gamma) if 0 < log_gamma < MOST else -250}."
         )
     return constant(float(log_gamma))
 

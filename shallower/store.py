@@ -73,7 +73,14 @@ def load(folder: str | Path, *, build: Build | None = None, example: Any = None)
     """
     folder = Path(folder)
     structure = _structure(folder / STRUCTURE)
-    _check_sizes(folder, structure["options"])
+    weights = folder / WEIGHTS
+    try:
+        content = weights.read_bytes()
+        if structure["sha256"] != hashlib.sha256(content).hexdigest():
+            raise ValueError("its checksum is not that of the structure: one of them is damaged")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{weights} does not hold the weights of this structure: {error}") from error
+    _check_sizes(folder / STRUCTURE, structure["options"], len(content))
     name = structure["network"]
     if build is None:
         if name not in models.__all__:
@@ -91,18 +98,12 @@ def load(folder: str | Path, *, build: Build | None = None, example: Any = None)
         ) from error
     apply_structure(net, folder, example=example)
     try:
-        content = (folder / WEIGHTS).read_bytes()
-        if structure["sha256"] != hashlib.sha256(content).hexdigest():
-            raise RuntimeError("its checksum is not that of the structure: one of them is damaged")
-        state = read(content)
-        missing, strange = net.load_state_dict(state, strict=False)
+        missing, strange = net.load_state_dict(read(content), strict=False)
         lacking = set(missing) & _untied(net)
         if lacking or strange:
             raise RuntimeError(f"missing {sorted(lacking)}, not known {sorted(strange)}")
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ValueError(
-            f"{folder / WEIGHTS} does not hold the weights of this structure: {error}"
-        ) from error
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{weights} does not hold the weights of this structure: {error}") from error
     return net.eval()
 
 
@@ -148,16 +149,16 @@ def apply_structure(
     return compact(model)  # which names layers anew
 
 
-def _check_sizes(folder: Path, options: Any) -> None:
+def _check_sizes(path: Path, options: Any, weights: int) -> None:
     """A number of layers or features that is larger than the files themselves would only fill the memory.
 
     Each layer that is left has a byte in the weights at least, each that is gone has its name.
     """
-    room = sum((folder / name).stat().st_size for name in (WEIGHTS, STRUCTURE) if (folder / name).exists())
+    room = weights + path.stat().st_size
     for value in tree_leaves(options):
         if isinstance(value, int | float) and abs(value) > room:
             raise ValueError(
-                f"The options {options} of {folder / STRUCTURE} are not those of the weights beside it: "
+                f"The options {options} of {path} are not those of the weights beside it: "
                 f"{value} is more than the {room} bytes of both files."
             )
 

@@ -250,5 +250,14 @@ def test_a_gated_model_is_not_gated_twice() -> None:
         choose(model, None)
 
 
+@pytest.mark.filterwarnings("ignore")  # of PyTorch, which wants scripts no more
+def test_a_scripted_model_is_told_to_come_before_it_is_scripted() -> None:
+    model = nn.Sequential(Residual(linear()), nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="Found a scripted model"):
+        choose(torch.jit.script(model), None)
+    model[1] = torch.jit.script(model[1])
+    assert names(model) == ["0"]
+
+
 def test_a_reason_is_an_error_of_its_own_kind() -> None:
     assert issubclass(NotResidual, ValueError)

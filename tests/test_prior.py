@@ -90,6 +90,7 @@ def test_a_price_is_log_gamma_per_sample():
         (0, None, "must be negative"),
         (float("nan"), None, "must be negative"),
         (float("-inf"), None, "must be negative"),
+        (-1e308, None, "must be negative"),  # Adam would square it to infinity, and prune nothing
         (None, -0.005, "must be positive"),
         (None, 0.0, "must be positive"),
     ],

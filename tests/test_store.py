@@ -68,6 +68,9 @@ def broken(tmp_path, **changes) -> None:
         ({"removed": "all"}, "no structure"),
         ({"removed": ["blocks.9"]}, r"does not have"),
         ({"options": {"depth": 5}}, "does not hold the weights"),
+        ({"options": {"depth": 10**30}}, "is more than the .* bytes of both files"),
+        ({"sha256": None}, "no structure"),
+        ({"sha256": "0"}, "its checksum is not that of the structure"),
     ],
 )
 def test_a_structure_that_does_not_fit_is_refused(tmp_path, changes, message):
