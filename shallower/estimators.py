@@ -9,6 +9,7 @@ has every gate watch its sum, and none use Euler's identity.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,18 +53,18 @@ def flip(gates: Sequence[Gate], closure: Closure | None = None) -> list[Tensor]:
     idle = [gate.name for gate in gates if not gate.training]
     if idle:
         raise RuntimeError(f"The gates of {_some(idle)} are in evaluation mode: call `model.train()` first.")
-    calls: list[tuple[Gate, Tensor]] = []
-    with _recording(gates, calls):
-        loss = closure()
-    order = [gate for gate, _ in calls]
+    loss, calls = _recorded(gates, closure)
+    order = [call.gate for call in calls]
     missing = [gate.name for gate in gates if gate not in order]
     if missing:
         raise RuntimeError(f"The closure did not run {_some(missing)}: it must run the gated model itself.")
-    differences = []
+    differences, copied = [], False
     for gate in gates:
-        with _flipped(gate, prefix=calls[: order.index(gate)]):
+        with _flipped(gate, prefix=calls[: order.index(gate)], copied=copied):
             other = closure()
         differences.append(loss - other if gate.xi else other - loss)  # (4)
+        if not copied and any(call.overwritten for call in calls):  # in place, by a layer behind its block
+            copied, (_, calls) = True, _recorded(gates, closure)
     return differences
 
 
@@ -102,28 +103,46 @@ def needs_loss(estimator: Estimator) -> bool:
     return bool(getattr(estimator, "needs_loss", False))
 
 
-@contextmanager
-def _recording(gates: Sequence[Gate], calls: list[tuple[Gate, Tensor]]) -> Iterator[None]:
+class _Call:
+    """What a gated block returned, kept to be returned again."""
+
+    def __init__(self, gate: Gate, output: Tensor) -> None:
+        self.gate, self.output, self._version = gate, output, output._version
+
+    @property
+    def overwritten(self) -> bool:
+        return self.output._version != self._version
+
+
+def _recorded(gates: Sequence[Gate], closure: Closure) -> tuple[Tensor, list[_Call]]:
+    """The loss, and the calls of the gated blocks in their order."""
+    calls: list[tuple[Gate, Tensor]] = []
     for gate in gates:
         gate.record = calls
     try:
-        yield
+        loss = closure()
     finally:
         for gate in gates:
             gate.record = None
+    return loss, [_Call(gate, output) for gate, output in calls]
 
 
 @contextmanager
-def _flipped(gate: Gate, *, prefix: list[tuple[Gate, Tensor]]) -> Iterator[None]:
-    for earlier, output in prefix:
-        earlier.replay.append(output)
+def _flipped(gate: Gate, *, prefix: Sequence[_Call], copied: bool) -> Iterator[None]:
+    for call in prefix:
+        output = call.output
+        call.gate.replay.append(output.clone if copied else partial(_same, output))
     gate.xi = not gate.xi
     try:
         yield
     finally:
         gate.xi = not gate.xi
-        for earlier, _ in prefix:
-            earlier.replay.clear()
+        for call in prefix:
+            call.gate.replay.clear()
+
+
+def _same(output: Tensor) -> Tensor:
+    return output
 
 
 def _some(names: Sequence[str]) -> str:

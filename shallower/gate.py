@@ -64,7 +64,7 @@ class Gate:
         self.compiled: Compiled | None = None  # the module's own forward, see `Pruner.compile`
         self.heard: list[Callable[[], Any]] | None = None  # its branch in evaluation, see `ledger`
         self.record: list[tuple[Gate, Tensor]] | None = None  # see `estimators.flip`
-        self.replay: deque[Tensor] = deque()
+        self.replay: deque[Callable[[], Tensor]] = deque()  # what it returned before, see `estimators.flip`
         self._prepare(block)
 
     @property
@@ -160,7 +160,7 @@ class Gate:
     def run(self, whole: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The forward pass of the module, whose own forward is `whole`."""
         if self.replay:
-            return self.replay.popleft().clone()
+            return self.replay.popleft()()
         if self.unseen and self.compiled is None:
             check_first_use(self.module, [self], (args, kwargs))
         z = args[0] if len(args) == 1 and not kwargs else self.input(args, kwargs)

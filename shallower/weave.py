@@ -91,7 +91,7 @@ class SumGate(Gate):
     def sum(self, skip: Tensor, *reads: Any) -> Tensor:
         """skip + xi * branch(*reads), or what it was the last time (`estimators.flip`)."""
         if self.replay:
-            return self.replay.popleft().clone()
+            return self.replay.popleft()()
         out = self._sum(skip, reads)
         if self.record is not None:
             self.record.append((self, out.clone()))

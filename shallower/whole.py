@@ -186,7 +186,7 @@ class WholeGate(Gate):
 
     def run(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.replay:
-            return self.block.put(self.replay.popleft().clone(), args, kwargs)
+            return self.block.put(self.replay.popleft()(), args, kwargs)
         total, beside = self._total(whole, args, kwargs)
         if self.record is not None:
             self.record.append((self, total.clone()))
