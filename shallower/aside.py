@@ -1,6 +1,7 @@
 """Running a model on the side: its modes, its statistics and the random numbers stay as they were."""
 
 import copy
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+# Held by whoever sets what all threads share: PyTorch's generator, and nn.Module, which torch.fx patches.
+OF_ALL_THREADS = threading.RLock()
 
 
 @contextmanager
@@ -43,7 +47,7 @@ def same_dice(model: nn.Module, seed: int | None = None) -> Iterator[None]:
     """Random numbers drawn here are drawn again afterwards; with a seed, they are the same every time."""
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     kind = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng([d.index for d in devices], device_type=kind):
+    with OF_ALL_THREADS, torch.random.fork_rng([d.index for d in devices], device_type=kind):
         if seed is not None:
             torch.manual_seed(seed)
         yield

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shallower import models
 from shallower.absorption import absorb
+from shallower.aside import OF_ALL_THREADS
 from shallower.blocks import find_blocks, unaliased
 from shallower.files import write_bytes, write_text
 from shallower.fitting import cut
@@ -90,7 +91,7 @@ def load(folder: str | Path, *, build: Build | None = None, example: Any = None)
             )
         build = getattr(models, name)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with OF_ALL_THREADS, torch.random.fork_rng(devices=[]):
             net = build(**structure["options"])
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shallower.aside import OF_ALL_THREADS
+
 IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 
 GONE = "shallower_gone"  # an attribute: the parameters that a pruned module has lost, which its forward names
@@ -34,9 +36,6 @@ def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Prox
 
 for _function in IN_PLACE:
     setattr(_Proxy, f"__{_function.__name__}__", _in_place(_function))
-
-
-_ONE_AT_A_TIME = threading.RLock()  # torch.fx patches nn.Module itself, in every thread
 
 
 class Tracer(fx.Tracer):
@@ -82,7 +81,7 @@ def trace_modes(
         for mode in (True, False):
             for m in modes:
                 m.training = mode
-            with _ONE_AT_A_TIME, _without_dice(), _without_switches():
+            with OF_ALL_THREADS, _without_dice(), _without_switches():
                 fixed = defaults(module) if forward is None else None
                 shadow, before = _shadow(module, forward)
                 graphs.append(tracer().trace(shadow, concrete_args=fixed))

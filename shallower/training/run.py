@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shallower import estimators, models, prior
+from shallower.aside import OF_ALL_THREADS
 from shallower.blocks import find_blocks
 from shallower.data import Loader, Samples, Task, crop_and_flip
 from shallower.distributed import DataParallel
@@ -27,8 +27,6 @@ from shallower.training.checkpoint import CHECKPOINT, Checkpoint, RunError, read
 from shallower.training.clock import Clock
 from shallower.training.result import loss_of
 from shallower.training.resumed import check_groups, check_history, check_moments, check_schedule, groups_of
-
-_SEEDED = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Run:
         self.recipe, self.task, self.seed, self.machine = recipe, task, seed, machine
         self.ranks = Ranks()
         device, fmt = machine.where, torch.channels_last if machine.channels_last else torch.preserve_format
-        with _SEEDED:  # the generator of the initial weights is that of all threads
+        with OF_ALL_THREADS:  # among it the generator of the initial weights
             torch.manual_seed(seed)
             model = _network(recipe)
         self.model: nn.Module = model.to(device, memory_format=fmt)  # type: ignore[call-overload]
