@@ -7,12 +7,10 @@ stage, with stride 2 where the pruned one has it, trained for as many epochs. Fi
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from setting import Setting, parser, run_all, setting, spread
+from setting import Setting, parser, run_all, setting, spread, with_section
 
-from shallower.reports import check_section, write_section
 from shallower.training import Result
 
 DENSE, PRUNED = "cifar10-resnet56-dense", "cifar10-resnet56-500"
@@ -72,11 +70,7 @@ def main() -> None:
     found.add_argument("--log-gamma", type=float, nargs="+", default=[-2000.0, -4000.0])
     found.add_argument("--theta", type=float, default=0.75, help="where every rate starts")
     found.add_argument("--theta-lr", type=float, default=1e-4, help="in the paper's 182 epochs; scaled up")
-    found.add_argument("--into", help="FILE:SECTION of a Markdown file to put the table in")
-    given = found.parse_args()
-    path, _, section = (given.into or "").rpartition(":")
-    if given.into:
-        check_section(Path(path), section)
+    given, show = with_section(found)
     torch.set_num_threads(1)
     flags = ["--bf16", "--channels-last", "--compile"]
     seeds, options = range(given.seeds), {"depth": given.depth}
@@ -95,10 +89,7 @@ def main() -> None:
     rows: list[Row] = [(dense.label, runs[dense.label])]
     for row, label in ((row, f"{row.label}, native") for row in pruned):
         rows += [(row.label, runs[row.label]), (label, built[label])]
-    text = table(rows)
-    print(text)
-    if given.into:
-        write_section(Path(path), section, text)
+    show(table(rows))
 
 
 if __name__ == "__main__":

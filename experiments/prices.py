@@ -12,14 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
-from setting import Setting, parser, run_all, setting
+from setting import Setting, parser, run_all, setting, with_section
 
 from shallower import data
 from shallower.certificate import Certificate, Rung
-from shallower.reports import check_section, write_section
 from shallower.reproduce import place
 from shallower.training import Result, certify_run
 
@@ -56,11 +54,7 @@ def main() -> None:
     found = parser(__doc__, seeds=1)
     found.add_argument("--recipe", default="mnist-fc20")
     found.add_argument("--log-gamma", type=float, default=-20.0, help="of the network that is certified")
-    found.add_argument("--into", help="FILE:SECTION of a Markdown file to put the table in")
-    given = found.parse_args()
-    path, _, section = (given.into or "").rpartition(":")
-    if given.into:
-        check_section(Path(path), section)
+    given, show = with_section(found)
     torch.set_num_threads(1)
     lines = [
         "| estimator | seed | price | blocks left: foretold | trained | accuracy %: foretold | trained |",
@@ -76,10 +70,7 @@ def main() -> None:
                 now = _at(given, -say.price, estimator)
                 (result,) = run_all([now], given, [seed])[now.label]
                 lines.append(_line(estimator, seed, say, result, say.price))
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if given.into:
-        write_section(Path(path), section, text)
+    show("\n".join(lines) + "\n")
 
 
 def _at(given: argparse.Namespace, log_gamma: float, estimator: str) -> Setting:

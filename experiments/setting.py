@@ -2,12 +2,13 @@
 
 import argparse
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shallower.recipes import Recipe, recipe
+from shallower.reports import check_section, write_section
 from shallower.reproduce import kept_at, reproduce_all
 from shallower.training import Result
 
@@ -46,6 +47,23 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     """Mean and standard deviation; of one value, itself."""
     sd = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{sd}"
+
+
+def with_section(found: argparse.ArgumentParser) -> tuple[argparse.Namespace, Callable[[str], None]]:
+    """The arguments, and what shows a table: it prints it, and writes it where --into says, which is checked
+    before anything runs."""
+    found.add_argument("--into", help="FILE:SECTION of a Markdown file to put the table in")
+    given = found.parse_args()
+    path, _, section = (given.into or "").rpartition(":")
+    if given.into:
+        check_section(Path(path), section)
+
+    def show(text: str) -> None:
+        print(text)
+        if given.into:
+            write_section(Path(path), section, text)
+
+    return given, show
 
 
 def parser(about: str | None, *, seeds: int) -> argparse.ArgumentParser:

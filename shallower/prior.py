@@ -86,7 +86,9 @@ def schedule(
         if callable(cost):
             return lambda step: -dataset_size * cost(step)
         if not 0 < cost < MOST / dataset_size:
-            raise ValueError(f"Found price={cost}; the price of a block must be positive: price=0.005.")
+            raise ValueError(
+                f"Found price={cost}; the price of a block must be positive, in nats per sample: price=0.005."
+            )
         return constant(-dataset_size * cost)
     if callable(log_gamma):
         return log_gamma

@@ -458,7 +458,7 @@ class Pruner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. Load it first: it removes the blocks that were removed, so
-        that the states of the model and of the optimiser fit."""
+        that the states of the model and of the optimiser fit. On several ranks all of them call it."""
         check_state(state, self.state_dict())
         check_loads(self.theta_optimizer, state)
         where = {name: state[name] for name in ("num_steps", "events", "xi", "finalized")}
