@@ -244,6 +244,7 @@ def _saved_bytes(model: nn.Module, example: Example) -> int:
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, int] = {}
 
+    @torch.compiler.disable  # or it is compiled anew for every kind of tensor that a compiled block keeps
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:

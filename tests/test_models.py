@@ -297,7 +297,15 @@ def test_only_v2_and_final_norm_normalise_before_the_head() -> None:
     assert normalised(models.resnet20(style="v2"))
     assert normalised(models.resnet20(final_norm=True))
     assert not normalised(models.resnet20())
+    assert normalised(models.resnet20(final_norm="bare"))
     assert not normalised(models.resnet20(style="v1"))
+
+
+def test_a_bare_final_norm_has_no_parameters() -> None:
+    bare = unallocated(lambda: models.resnet56(final_norm="bare"))
+    assert sum(p.numel() for p in bare.parameters()) == 851_002
+    with pytest.raises(ValueError, match="final_norm='no' was given"):
+        models.resnet20(final_norm="no")  # type: ignore[arg-type]
 
 
 def test_the_dense_and_vgg_blocks_have_the_order_of_the_paper() -> None:

@@ -10,6 +10,7 @@ from shallower.models._common import at_least, he_, one_of
 from shallower.residual import Residual, ZeroPad
 
 Style = Literal["W-B-a-W", "v1", "v2"]
+FinalNorm = bool | Literal["bare"]
 
 
 def resnet(
@@ -20,7 +21,7 @@ def resnet(
     style: Style = "W-B-a-W",
     classes: int = 10,
     widths: Sequence[int] = (16, 32, 64),
-    final_norm: bool = False,
+    final_norm: FinalNorm = False,
 ) -> nn.Sequential:
     """A CIFAR ResNet of `depth` layers, or with a number of `blocks` for each stage.
 
@@ -31,7 +32,8 @@ def resnet(
     Each W is a 3x3 convolution without bias. A stage that follows another is entered with stride 2,
     by a shortcut without parameters: every second pixel, and channels of zeros. Three stages of n
     blocks make 6n + 2 layers. `final_norm` puts BN and ReLU before the average over the image; they
-    are part of v2 in any case.
+    are part of v2 in any case. "bare" puts a BN without parameters of its own there, so that the totals
+    are those of the network without.
 
     `transitions` tells, for each stage but the first, whether its first block is the one with stride
     2. Without it the shortcut stands bare and every block of the stage is of equal width: what is
@@ -65,22 +67,22 @@ def resnet(
     return _assemble(stem, stages, _head(widths[-1], classes, final_norm or style == "v2"))
 
 
-def resnet20(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: bool = False) -> nn.Sequential:
+def resnet20(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: FinalNorm = False) -> nn.Sequential:
     """`resnet(20)`: 3 stages of 3 blocks."""
     return resnet(20, style=style, classes=classes, final_norm=final_norm)
 
 
-def resnet56(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: bool = False) -> nn.Sequential:
+def resnet56(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: FinalNorm = False) -> nn.Sequential:
     """`resnet(56)`: 3 stages of 9 blocks."""
     return resnet(56, style=style, classes=classes, final_norm=final_norm)
 
 
-def resnet110(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: bool = False) -> nn.Sequential:
+def resnet110(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: FinalNorm = False) -> nn.Sequential:
     """`resnet(110)`: 3 stages of 18 blocks."""
     return resnet(110, style=style, classes=classes, final_norm=final_norm)
 
 
-def resnet50(*, classes: int = 1000, style: Style = "W-B-a-W", final_norm: bool = False) -> nn.Sequential:
+def resnet50(*, classes: int = 1000, style: Style = "W-B-a-W", final_norm: FinalNorm = False) -> nn.Sequential:
     """The ImageNet ResNet-50: 3, 4, 6 and 3 bottlenecks of 1x1, 3x3 and 1x1 convolutions.
 
         W-B-a-W    z_next = skip(z) + W3 relu(BN(W2 relu(BN(W1 z))))
@@ -159,8 +161,10 @@ def _stem_norm(width: int, style: Style) -> list[nn.Module]:
     return [] if style == "v2" else [nn.BatchNorm2d(width), nn.ReLU()]
 
 
-def _head(features: int, classes: int, norm: bool) -> nn.Sequential:
-    last = [nn.BatchNorm2d(features), nn.ReLU()] if norm else []
+def _head(features: int, classes: int, norm: FinalNorm) -> nn.Sequential:
+    if norm not in (True, False, "bare"):
+        raise ValueError(f'final_norm={norm!r} was given; write final_norm=True, final_norm=False or "bare".')
+    last = [nn.BatchNorm2d(features, affine=norm != "bare"), nn.ReLU()] if norm else []
     return nn.Sequential(*last, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, classes))
 
 
