@@ -217,8 +217,8 @@ def _resnet(
         finalize_epoch=None if log_gamma is None else 150,
         paper=paper,
         departs=(
-            "BN without parameters and ReLU before the average over the image: at the printed learning rate of "
-            "0.1 the network without them diverges within some ten steps"
+            "BN without parameters and ReLU before the average over the image: without them the network "
+            "diverges at the printed learning rate of 0.1, within some ten steps"
         ),
         **fields,
     )

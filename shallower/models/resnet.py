@@ -10,7 +10,7 @@ from shallower.models._common import at_least, he_, one_of
 from shallower.residual import Residual, ZeroPad
 
 Style = Literal["W-B-a-W", "v1", "v2"]
-FinalNorm = bool | Literal["bare"]
+Last = bool | Literal["bare"]
 
 
 def resnet(
@@ -21,7 +21,7 @@ def resnet(
     style: Style = "W-B-a-W",
     classes: int = 10,
     widths: Sequence[int] = (16, 32, 64),
-    final_norm: FinalNorm = False,
+    final_norm: Last = False,
 ) -> nn.Sequential:
     """A CIFAR ResNet of `depth` layers, or with a number of `blocks` for each stage.
 
@@ -67,22 +67,22 @@ def resnet(
     return _assemble(stem, stages, _head(widths[-1], classes, final_norm or style == "v2"))
 
 
-def resnet20(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: FinalNorm = False) -> nn.Sequential:
+def resnet20(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: Last = False) -> nn.Sequential:
     """`resnet(20)`: 3 stages of 3 blocks."""
     return resnet(20, style=style, classes=classes, final_norm=final_norm)
 
 
-def resnet56(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: FinalNorm = False) -> nn.Sequential:
+def resnet56(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: Last = False) -> nn.Sequential:
     """`resnet(56)`: 3 stages of 9 blocks."""
     return resnet(56, style=style, classes=classes, final_norm=final_norm)
 
 
-def resnet110(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: FinalNorm = False) -> nn.Sequential:
+def resnet110(*, style: Style = "W-B-a-W", classes: int = 10, final_norm: Last = False) -> nn.Sequential:
     """`resnet(110)`: 3 stages of 18 blocks."""
     return resnet(110, style=style, classes=classes, final_norm=final_norm)
 
 
-def resnet50(*, classes: int = 1000, style: Style = "W-B-a-W", final_norm: FinalNorm = False) -> nn.Sequential:
+def resnet50(*, classes: int = 1000, style: Style = "W-B-a-W", final_norm: Last = False) -> nn.Sequential:
     """The ImageNet ResNet-50: 3, 4, 6 and 3 bottlenecks of 1x1, 3x3 and 1x1 convolutions.
 
         W-B-a-W    z_next = skip(z) + W3 relu(BN(W2 relu(BN(W1 z))))
@@ -161,7 +161,7 @@ def _stem_norm(width: int, style: Style) -> list[nn.Module]:
     return [] if style == "v2" else [nn.BatchNorm2d(width), nn.ReLU()]
 
 
-def _head(features: int, classes: int, norm: FinalNorm) -> nn.Sequential:
+def _head(features: int, classes: int, norm: Last) -> nn.Sequential:
     if norm not in (True, False, "bare"):
         raise ValueError(f'final_norm={norm!r} was given; write final_norm=True, final_norm=False or "bare".')
     last = [nn.BatchNorm2d(features, affine=norm != "bare"), nn.ReLU()] if norm else []
