@@ -17,19 +17,22 @@ OF_ALL_THREADS = threading.RLock()
 @contextmanager
 def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Batch statistics are used as in training, but running ones and all other buffers stay as they were."""
-    modules = list(modules)
-    norms = [m for m in modules if isinstance(m, _NormBase) and m.track_running_stats and m.training]
-    buffers = [
-        b for m in modules if not isinstance(m, _NormBase) for b in m._buffers.values() if b is not None
-    ]
+    norms: list[dict[str, Any]] = []  # their attributes: nn.Module's way to set one takes its time
+    buffers: list[Tensor] = []
+    for m in modules:  # for every closed gate in every step
+        if isinstance(m, _NormBase):
+            if m.track_running_stats and m.training:
+                norms.append(vars(m))
+        elif m._buffers:
+            buffers += [b for b in m._buffers.values() if b is not None]
     before, versions = [b.clone() for b in buffers], list(map(_version, buffers))
     for norm in norms:
-        norm.track_running_stats = False
+        norm["track_running_stats"] = False
     try:
         yield
     finally:
         for norm in norms:
-            norm.track_running_stats = True
+            norm["track_running_stats"] = True
         for buffer, old, version in zip(buffers, before, versions, strict=True):
             if (
                 version is None or _version(buffer) != version

@@ -24,7 +24,7 @@ from shallower.graphs import compiled, source, used_modules
 from shallower.split import Block, Owned, linear_parameters, split
 from shallower.tracing import MIXIN, held_numbers
 from shallower.verify import check_first_use
-from shallower.watch import Watch, inner, new_xi
+from shallower.watch import Listener, inner
 
 GATE, THETA = "shallower_gate", "shallower_theta"  # an attribute and a buffer of a gated module
 PARTS = ("head", "branch", "skip", "tail")
@@ -61,6 +61,7 @@ class Gate:
         self.xi = True
         self.rate = 1.0  # theta as a number, handed to the buffer when the mean network runs
         self.credits: list[Tensor] = []
+        self.listener = Listener(self.credits)
         self.compiled: Compiled | None = None  # the module's own forward, see `Pruner.compile`
         self.heard: list[Callable[[], Any]] | None = None  # its branch in evaluation, see `ledger`
         self.record: list[tuple[Gate, Tensor]] | None = None  # see `estimators.flip`
@@ -203,18 +204,14 @@ class Gate:
         skip = self.skip(module, z)
         if self.xi:
             branch = self.branch(module, z)
-            return self.tail(
-                module, Watch.apply(skip + branch, branch, new_xi(self.credits), self.alias)
-            )  # (1), xi = 1
+            return self.tail(module, self.listener.watch(skip + branch, branch, self.alias))  # (1), xi = 1
         if self.watching:
             # Without gradients, too, as in the first pass of reentrant checkpointing: it throws dice.
             with torch.no_grad(), frozen_statistics(self.inside):
                 idle = self.branch(module, z)
             self._check_shapes(skip, idle)
         if watching:
-            return self.tail(
-                module, Watch.apply(skip, idle, new_xi(self.credits), self.alias)
-            )  # (1) with xi = 0
+            return self.tail(module, self.listener.watch(skip, idle, self.alias))  # (1) with xi = 0
         out = self.tail(module, skip)
         return out if self.alias else out.clone()
 
@@ -262,6 +259,7 @@ class Gate:
         vars(self).update(
             state, credits=[], compiled=None, heard=None, record=None, replay=deque(), _handles=[]
         )
+        self.listener = Listener(self.credits)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Gate":
         """A copy that runs the same parts; its estimates are its own."""

@@ -34,11 +34,27 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     return (a.to(wide) * b.to(wide)).sum()
 
 
-def new_xi(credits: list[Tensor]) -> Tensor:
-    """xi as a leaf, of which only the gradient is used: it goes to `credits`.
+class Listener:
+    """Hears the derivatives by one gate's xi, and gives them to `credits`.
 
-    Through it the gradient also reaches the first block of a network, before which nothing is trained.
+    xi is a leaf of which only the gradient is used; through it the gradient also reaches the first block of
+    a network, before which nothing is trained. There is one for each device, and it stays: to build a leaf
+    with a hook in every step costs as much as a small block, and one on another device a wait.
     """
-    xi = torch.zeros((), requires_grad=True)
-    xi.register_hook(credits.append)
-    return xi
+
+    def __init__(self, credits: list[Tensor]) -> None:
+        self.credits = credits
+        self._leaves: dict[torch.device, Tensor] = {}
+
+    def watch(self, total: Tensor, branch: Tensor, alias: bool) -> Tensor:
+        """`total` as it is, of which `branch` is the part that xi multiplies."""
+        xi = self._leaves.get(branch.device)
+        if xi is None:
+            xi = self._leaves[branch.device] = torch.zeros((), device=branch.device, requires_grad=True)
+            xi.register_post_accumulate_grad_hook(self._hear)
+        return Watch.apply(total, branch, xi, alias)
+
+    def _hear(self, xi: Tensor) -> None:
+        assert xi.grad is not None
+        self.credits.append(xi.grad.detach())
+        xi.grad = None

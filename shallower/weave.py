@@ -29,7 +29,6 @@ from shallower.split import last_affine_parameters
 from shallower.sums import Mark, Sum, marked_sums
 from shallower.tracing import GONE, author
 from shallower.verify import check_first_use
-from shallower.watch import Watch, new_xi
 
 MOST = 64  # ways of being called that are remembered
 
@@ -107,14 +106,14 @@ class SumGate(Gate):
             branch = self.branch(module, *reads)
             if self.may_run_whole():
                 return skip + branch
-            return Watch.apply(skip + branch, branch, new_xi(self.credits), self.alias)  # (1), xi = 1
+            return self.listener.watch(skip + branch, branch, self.alias)  # (1), xi = 1
         if self.watching:
             # Without gradients, too, as in the first pass of reentrant checkpointing: it throws dice.
             with torch.no_grad(), frozen_statistics(self.inside):
                 idle = self.branch(module, *reads)
             self._check_shapes(skip, idle)
         if watching:
-            return Watch.apply(skip, idle, new_xi(self.credits), self.alias)  # (1) with xi = 0
+            return self.listener.watch(skip, idle, self.alias)  # (1) with xi = 0
         return skip if self.alias else skip.clone()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from shallower.compilation import Compiler
 from shallower.gate import GATE, Gate, Gated, derived
 from shallower.graphs import husk
 from shallower.tracing import author
-from shallower.watch import Watch, new_xi
 
 WHOLE = "shallower_whole"
 ADDS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
@@ -213,14 +212,14 @@ class WholeGate(Gate):
             if not watching:
                 return out, beside
             added = out.detach() - z.detach()
-            return Watch.apply(out, added, new_xi(self.credits), self.alias), beside  # (1), xi = 1
+            return self.listener.watch(out, added, self.alias), beside  # (1), xi = 1
         if not self.watching:
             return z.clone(), None
         with torch.no_grad(), frozen_statistics(self.inside):
             out, beside = run()
         if not watching:  # as in the first pass of reentrant checkpointing, whose dice must be the same
             return z.clone(), beside
-        return Watch.apply(z, out - z, new_xi(self.credits), False), beside  # (1) with xi = 0
+        return self.listener.watch(z, out - z, False), beside  # (1) with xi = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "block": self.block}
