@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from shallower import data, inspection
 from shallower import export as exporting
@@ -119,12 +119,13 @@ def list_recipes(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([row.model_dump() for row in RECIPES.values()]))
         return
-    table = Table("recipe", "data", "network", "log gamma", "epochs", "paper's accuracy", "layers")
+    names = Column("recipe", no_wrap=True, overflow="fold")  # they are what one types
+    table = Table(names, "network", "log gamma", "epochs", "paper %", "layers")
     for row in RECIPES.values():
         price = "dense" if row.log_gamma is None else f"{row.log_gamma:g}"
         network = f"{row.network} {row.options.get('depth', '')}".strip()
         figures = [f"{v:g}" if v is not None else "" for v in (row.paper.accuracy, row.paper.layers)]
-        table.add_row(row.name, row.task, network, price, str(row.epochs), *figures)
+        table.add_row(row.name, network, price, str(row.epochs), *figures)
     out.print(table)
 
 

@@ -21,7 +21,8 @@ def test_list_names_every_recipe():
     shown = run("list", "--json")
     assert shown.exit_code == 0
     assert [row["name"] for row in json.loads(shown.stdout)] == list(RECIPES)
-    assert run("list").exit_code == 0
+    narrow = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["list"]).stdout
+    assert all(f" {name} " in narrow for name in RECIPES)  # none is cut off
 
 
 def test_inspect_counts_parameters_macs_and_blocks():
