@@ -1,8 +1,8 @@
 """A short run, dense against pruned, step by step in turn: do saved MACs become saved seconds?
 
 Bound: the pruned run takes at most 1 / 0.95 of the seconds that the ledger's load promises. Every eight steps
-a block dies, in the three stages in turn: blocks of all stages have as many MACs, but those of the first, with
-the fewest channels and the largest images, take the most time for them, and those of the last the least.
+a block dies, in the three stages in turn: blocks of all stages have as many MACs, but those of the first,
+with the fewest channels and the largest images, take the most time for them, those of the last the least.
 """
 
 import copy
