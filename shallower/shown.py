@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from shallower.certificate import Certificate
 from shallower.training import Result
@@ -38,8 +39,15 @@ def show_ratios(found: dict[str, Any]) -> None:
     out.print(table)
 
 
+def _named(*columns: str, title: str) -> Table:
+    """A table whose first column, the blocks, is never cut off, and its last, the verdict, only at spaces."""
+    first, *middle, last = columns
+    begin, end = Column(first, no_wrap=True, overflow="fold"), Column(last, overflow="fold")
+    return Table(begin, *middle, end, title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+
 def show_blocks(name: str, params: int, macs: int, blocks: list[dict[str, Any]]) -> None:
-    table = Table(
+    table = _named(
         "block", "parameters", "%", "MACs", "%", title=f"{name}: {params:,} parameters, {macs:,} MACs"
     )
     totals = {"params": max(params, 1), "macs": max(macs, 1)}
@@ -53,7 +61,7 @@ def show_blocks(name: str, params: int, macs: int, blocks: list[dict[str, Any]])
 
 def show_certificate(found: Certificate) -> None:
     """Each survivor against O1 to O3, each removed block's evidence, the ladder, and the whole."""
-    table = Table(
+    table = _named(
         "survivor", "earns (95 %)", "price", "first order", "O3", "O1", "verdict", title="survivors"
     )
     for row in found.survivors:
@@ -62,7 +70,7 @@ def show_certificate(found: Certificate) -> None:
         cells = f"{row.price:.4g}", f"{row.estimate:.4g}", f"{row.rest:.3f}", bent, row.verdict
         table.add_row(row.block, earned, *cells)
     out.print(table)
-    table = Table(
+    table = _named(
         "removed", "step", "theta", "|w|", "dL/dtheta", "Lambda", "A0's radius", "found", title="removed"
     )
     for gone in found.deaths:
@@ -71,7 +79,7 @@ def show_certificate(found: Certificate) -> None:
         table.add_row(gone.block, str(gone.step), *numbers, path, f"{gone.radius:.3g}", gone.finding)
     out.print(table)
     if found.ladder:
-        table = Table(
+        table = _named(
             "would go", "from log gamma", "blocks left", "training loss", "score", title="price ladder"
         )
         for rung in found.ladder:
