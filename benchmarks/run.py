@@ -10,7 +10,18 @@ from pathlib import Path
 
 from shallower.reports import write_section
 
-NAMES = ("overhead", "closed", "native", "flip", "training", "scale", "width", "ledger", "report")
+NAMES = (
+    "overhead",
+    "closed",
+    "native",
+    "flip",
+    "training",
+    "scale",
+    "width",
+    "ledger",
+    "report",
+    "bottleneck",
+)
 HERE = Path(__file__).parent
 
 
