@@ -72,7 +72,7 @@ def main() -> None:
     found = parser(__doc__, seeds=1)
     found.set_defaults(epochs=12)
     found.add_argument("--depth", type=int, default=20)
-    found.add_argument("--log-gamma", type=float, nargs="+", default=[-4000.0, -8000.0])
+    found.add_argument("--log-gamma", type=float, nargs="+", default=[-8000.0, -10000.0])
     found.add_argument("--theta", type=float, default=1.0, help="where every rate starts")
     whole = "in the paper's 182 epochs; scaled with them"
     found.add_argument("--theta-lr", type=float, default=2e-4, help=whole)
