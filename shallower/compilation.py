@@ -1,6 +1,7 @@
 """Regional compilation: one compiled function for all blocks of a kind."""
 
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +29,32 @@ class Compiler:
             own = _copied(function, len(self._functions))
             self._functions[key] = torch.compile(own, **self.options)
         return self._functions[key]
+
+    def in_place(self, module: nn.Module) -> None:
+        """As `module.compile()`, but with one function for all modules of a kind.
+
+        PyTorch's own counts recompilations for all modules of a class together, and gives up after eight:
+        five kinds of blocks in training and in evaluation are ten.
+        """
+        if _has_hooks(module):
+            module.compile(**self.options)
+        else:  # not copied and not pickled by nn.Module
+            module._compiled_call_impl = partial(_call, module, self(type(module).forward, module))
+
+
+def _call(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Hooks that have come since are not part of the function.
+    return module._call_impl(*args, **kwargs) if _has_hooks(module) else own(module, *args, **kwargs)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    own = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(own)
 
 
 def _meaning(function: Callable[..., Tensor]) -> Any:

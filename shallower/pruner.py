@@ -386,7 +386,7 @@ class Pruner:
         for name in self.gates:
             module = take_off(self.model, self.blocks[name])
             if self._compiler is not None:
-                module.compile(**self._compiler.options)
+                self._compiler.in_place(module)
             self.theta[self.names.index(name)] = 1.0
         self.gates.clear()
         for follower in self._followers:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shallower import estimators, models, prior
 from shallower.aside import OF_ALL_THREADS
 from shallower.blocks import find_blocks
+from shallower.compilation import Compiler
 from shallower.data import Loader, Samples, Task, crop_and_flip
 from shallower.distributed import DataParallel
 from shallower.files import write_bytes, write_csv, write_text
@@ -161,8 +162,9 @@ class Run:
     def _compile(self) -> None:
         if self.pruner is not None:
             self.pruner.compile()
+        compiler = Compiler()
         for name in self._blocks:
-            self.model.get_submodule(name).compile()
+            compiler.in_place(self.model.get_submodule(name))
 
     @property
     def alive(self) -> list[str]:
