@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -189,6 +190,33 @@ def test_curvature_is_that_of_the_whole_hessian() -> None:
         gradient = torch.autograd.functional.jacobian(cost, flat)
         assert row.estimate == pytest.approx(-float(gradient @ flat), rel=1e-6)
         assert row.norm == pytest.approx(float(flat.norm()))
+
+
+def test_what_is_not_finite_is_null_in_json() -> None:
+    """One batch has no spread, so the interval is endless."""
+    model, pruner, batches, loss = finalized()
+    whole = [tuple(torch.cat(parts) for parts in zip(*batches, strict=True))]
+    found = certify(model, pruner, whole, loss, curvature_steps=0)
+    assert math.isinf(found.survivors[0].high)
+    kept = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert kept["survivors"][0]["high"] is None
+    assert kept["survivors"][0]["benefit"] == found.survivors[0].benefit
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "noted"),
+    [
+        (torch.optim.SGD, False),
+        (torch.optim.AdamW, True),
+        (partial(torch.optim.NAdam, decoupled_weight_decay=True), True),
+        (partial(torch.optim.NAdam, decoupled_weight_decay=False), False),
+    ],
+)
+def test_decay_apart_from_the_gradient_is_noted(optimizer: Any, noted: bool) -> None:
+    model, pruner, batches, loss = finalized()
+    pruner.use_optimizer(optimizer(model.parameters(), lr=1e-3, weight_decay=0.01))
+    found = certify(model, pruner, batches, loss, curvature_steps=0)
+    assert any("apart from its gradient" in note for note in found.notes) == noted
 
 
 def test_a_certificate_changes_nothing() -> None:

@@ -1,5 +1,6 @@
 """The certificate of a network: every block against its conditions, the whole against the problem's."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +14,11 @@ from shallower.certificate.survivors import Cost, Survivor, decays, judge, rest
 from shallower.pruner import Pruner
 from shallower.worth import worth
 
-DECOUPLED = (torch.optim.AdamW,)
+
+def _decoupled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it decays weights apart from its gradient."""
+    groups = (group.get("decoupled_weight_decay", False) for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.AdamW) or any(groups)
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,16 @@ class Certificate:
         return max(self.weights_residual, self.theta_residual)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "kkt_residual": self.kkt_residual}
+        """For JSON, which has no infinity: None where a number is not finite."""
+        return _finite({**asdict(self), "kkt_residual": self.kkt_residual})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def certify(
@@ -75,7 +88,7 @@ def certify(
     options = {"limit": curvature_samples, "steps": steps}
     survivors = [judge(cost, row, slopes, **options) for row in earned]
     decay = decays(pruner.optimizer, pruner.dataset_size)
-    if isinstance(pruner.optimizer, DECOUPLED):
+    if _decoupled(pruner.optimizer):
         notes.append("The optimiser decays weights apart from its gradient: at rest, O3 need not hold.")
     short = [max(0.0, row.price - row.benefit) / row.price for row in survivors if row.price > 0]
     return Certificate(

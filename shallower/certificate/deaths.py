@@ -49,7 +49,7 @@ def deaths(pruner: Pruner) -> list[Death]:
     times = dict(zip(pruner.names, pruner.multipliers.tolist(), strict=True))
     found = []
     for event in pruner.events:
-        price = -pruner.log_gamma(event.step) * times[event.block]
+        price = -pruner.log_gamma(event.step - 1) * times[event.block]  # of the step that removed it
         found.append(_death(event, list(pruner.vitals.rows[event.block]), price))
     return found
 
