@@ -5,10 +5,10 @@
 Every schedule is in proportion, but log gamma is ramped up in a quarter of the run and the network
 finalised after a third of it: the survivors need the rest. The estimator is the exact one, and rates start
 at 1: the first-order estimates of a short run are so noisy that rates hover between 0 and 1, and blocks
-that are left out at random cost more accuracy than pruning does. What a block is worth is some ten times
-what it will be after 182 epochs, and so is the price. Each pruned network has a native twin: as many blocks
-in each stage, with stride 2 where the pruned one has it, trained for as many epochs. Finished runs are not
-run again.
+that are left out at random cost more accuracy than pruning does. The price is what a block is worth in a
+network that always has it, far above the paper's (docs/results.md). Each pruned network has a native twin:
+as many blocks in each stage, with stride 2 where the pruned one has it, trained for as many epochs.
+Finished runs are not run again.
 """
 
 from collections.abc import Sequence

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 Compiled = Callable[[nn.Module, Tensor], Tensor]
 
@@ -48,13 +49,9 @@ def _call(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    own = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(own)
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    own = before or after or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or _has_any_global_hook()
 
 
 def _meaning(function: Callable[..., Tensor]) -> Any:
