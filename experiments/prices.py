@@ -34,15 +34,19 @@ class Foretold:
 
 
 def foretold(ladder: Sequence[Rung], above: float) -> list[Foretold]:
-    """Two prices `above` the one that was trained at, each in the middle, on a log scale, of a wide step."""
+    """Two prices `above` the one that was trained at: in the middle, on a log scale, of the widest steps, and
+    where there are not two of them, half as much again as the last rung, and then twice that."""
     steps = [(low, high) for low, high in pairwise(ladder) if high.price > low.price > above]
     widest = sorted(steps, key=lambda pair: pair[1].price / pair[0].price, reverse=True)[:2]
     rows = [
         Foretold(round(math.sqrt(low.price * high.price), 1), low.left, low.score) for low, high in widest
     ]
-    if len(rows) < 2:  # too few rungs: a price above them all
-        last = ladder[-1]
-        rows.append(Foretold(round(1.5 * max(last.price, above), 1), last.left, last.score))
+    if not ladder:
+        return []  # nothing is left that could go
+    last, beyond = ladder[-1], 1.5
+    while len(rows) < 2:
+        rows.append(Foretold(round(beyond * max(last.price, above), 1), last.left, last.score))
+        beyond *= 2
     return sorted(rows, key=lambda row: row.price)
 
 

@@ -12,6 +12,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from shallower.files import write_text
 from shallower.graphs import replace
 from shallower.recipes import Recipe, recipe
 from shallower.reports import check_section, write_section
+from shallower.reproduce import place as folder
 from shallower.training import Machine, Result, Run
 from shallower.training.result import evaluate, loss_of
 
@@ -54,18 +56,15 @@ def recoveries(chosen: Recipe, task: data.Task, seed: int) -> dict[str, int]:
     run = Run(chosen, task, seed=seed, machine=Machine("cpu"))
     pruner = run.pruner
     assert pruner is not None
-    pruner._remove = lambda *args, **kwargs: []  # type: ignore[method-assign]
+    pruner.tolerance = -1.0  # no rate is that low
     low = torch.zeros(len(pruner.names), dtype=torch.bool)
     back = torch.zeros_like(low)
-    for _ in range(chosen.finalize_epoch or chosen.epochs):
-        run.model.train()
-        for inputs, labels in run.loader:
-            run.optimizer.zero_grad()
-            run.loss_on(run.model, inputs, labels).backward()
-            run.optimizer.step()
-            pruner.step()
-            low |= pruner.theta <= LOW
-            back |= low & (pruner.theta > BACK)
+
+    def look() -> None:
+        low.logical_or_(pruner.theta <= LOW)
+        back.logical_or_(low & (pruner.theta > BACK))
+
+    _train(run, run.model, run.optimizer, chosen.finalize_epoch or chosen.epochs, pruner, look)
     stayed = back & (pruner.theta > BACK)
     counts = {"low": low, "back": back, "alive_at_the_end": stayed}
     return {"blocks": len(low), **{name: int(found.sum()) for name, found in counts.items()}}
@@ -80,48 +79,60 @@ class Return:
 
     seed: int
     block: str
-    benefit: float  # what it earns after training, in nats over the dataset
+    saved: float  # of the objective, its price apart, against the same training without it; in nats
     price: float
-    gained: float  # test accuracy, in points, against the same training without it
+    gained: float  # test accuracy, in points, against the same
 
 
 def returns(chosen: Recipe, task: data.Task, seed: int, *, epochs: int, number: int = 3) -> list[Return]:
     """The blocks that were removed first, put back one at a time with new weights, and trained with the rest.
 
-    Such a block would have been useful if it now earns its price.
+    Such a block would have been useful if training with it, rather than without it for as many epochs, saves
+    more of the objective than its price.
     """
     run = Run(chosen, task, seed=seed, machine=Machine("cpu"))
     assert run.pruner is not None
     _train(run, run.model, run.optimizer, chosen.finalize_epoch or chosen.epochs, run.pruner)
     run.pruner.finalize(chosen.threshold)
-    alone = copy.deepcopy(run.model)
-    _train(run, alone, _adam(run, alone), epochs)
+    start = run.loader.state_dict()
+
+    def trained(model: nn.Module) -> tuple[float, float]:
+        run.loader.load_state_dict(start)  # all see the same batches
+        _train(run, model, _adam(run, model), epochs)
+        return _objective(run, model), _accuracy(run, model)
+
+    alone = trained(copy.deepcopy(run.model))
     rows = []
     for event in run.pruner.events[:number]:
         torch.manual_seed(1000 + seed)
         fresh = getattr(models, chosen.network)(**chosen.options)
         model = copy.deepcopy(run.model)
         replace(model, event.block, fresh.get_submodule(event.block))
-        _train(run, model, _adam(run, model), epochs)
-        without = copy.deepcopy(model)
-        replace(without, event.block, nn.Identity())
-        earned = _cost(run, without) - _cost(run, model)
-        gained = _accuracy(run, model) - _accuracy(run, alone)
-        rows.append(Return(seed, event.block, earned, -float(chosen.log_gamma or 0.0), gained))
+        cost, accuracy = trained(model)
+        price = -float(chosen.log_gamma or 0.0)
+        rows.append(Return(seed, event.block, alone[0] - cost, price, accuracy - alone[1]))
     return rows
 
 
 def _train(
-    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int, pruner: Pruner | None = None
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    epochs: int,
+    pruner: Pruner | None = None,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
+    exact = run.recipe.estimator == "flip"
     for _ in range(epochs):
         model.train()
         for inputs, labels in run.loader:
             optimizer.zero_grad()
-            run.loss_on(model, inputs, labels).backward()
+            loss = partial(run.loss_on, model, inputs, labels)
+            loss().backward()
             optimizer.step()
             if pruner is not None:
-                pruner.step()
+                pruner.step(loss if exact else None)
+                look()
 
 
 def _adam(run: Run, model: nn.Module) -> torch.optim.Optimizer:
@@ -129,10 +140,11 @@ def _adam(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 
 
 @torch.no_grad()
-def _cost(run: Run, model: nn.Module) -> float:
-    """Nats over the training set."""
+def _objective(run: Run, model: nn.Module) -> float:
+    """The cost over the training set and the weights' term, in nats."""
     batches = run.batches("train", 1000)
-    return sum(float(loss_of(run.task.kind, model(x), y)) * len(y) for x, y in batches)
+    cost = sum(float(loss_of(run.task.kind, model(x), y)) * len(y) for x, y in batches)
+    return cost + 0.5 * run.recipe.decay * sum(float(p.square().sum()) for p in model.parameters())
 
 
 def _accuracy(run: Run, model: nn.Module) -> float:
@@ -172,6 +184,26 @@ def figure(rows: dict[str, list[Setting]], found: dict[str, list[Result]], path:
     drawing.savefig(path, dpi=120)
 
 
+def recovered(found: list[dict[str, int]]) -> str:
+    sums = {key: sum(row[key] for row in found) for key in ("blocks", "low", "back", "alive_at_the_end")}
+    return (
+        f"Of {sums['blocks']} rates in {len(found)} runs, {sums['low']} fell to {LOW}; {sums['back']} of them "
+        f"were above {BACK} again at some later step, {sums['alive_at_the_end']} at the end.\n"
+    )
+
+
+def premature(found: list[dict[str, Any]], extra: int) -> str:
+    if not found:
+        return "No block was removed.\n"
+    useful = [row for row in found if row["saved"] > row["price"]]
+    saved, gained = (spread([row[key] for row in found]) for key in ("saved", "gained"))
+    return (
+        f"Of {len(found)} blocks that were removed first and put back, {len(useful)} save more than their "
+        f"price after {extra} more epochs ({saved} nats, at a price of {found[0]['price']:g}); test accuracy "
+        f"against the same epochs without them: {gained} points.\n"
+    )
+
+
 def kept(path: Path, make: Callable[[], Any]) -> Any:
     """What `make` gives, from the file where it was kept before."""
     if not path.exists():
@@ -182,7 +214,9 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 
 def parsed() -> argparse.Namespace:
     found = parser(__doc__, seeds=5)
-    found.add_argument("--recipe", default="mnist-fc20")
+    found.add_argument(
+        "--recipe", default="mnist-fc20", help="one whose network has the options depth and gain"
+    )
     found.add_argument("--into", type=Path, help="a page with the sections settings, recovery and return")
     return found.parse_args()
 
@@ -197,7 +231,7 @@ def main() -> None:
     found = run_all([row for some in rows.values() for row in some], given, range(given.seeds))
     base = recipe(given.recipe)
     base = base if given.epochs is None else base.rescaled(given.epochs)
-    task, place = data.load(base.task, given.data_dir), given.results / f"robustness-{given.recipe}"
+    task, place = data.load(base.task, given.data_dir), given.results / "robustness" / folder(base)
     back = [
         kept(place / f"recovery{seed}.json", lambda seed=seed: recoveries(base, task, seed))
         for seed in range(given.seeds)
@@ -211,19 +245,7 @@ def main() -> None:
             lambda seed=seed: [asdict(r) for r in returns(base, task, seed, epochs=extra)],
         )
     ]
-    sums = {key: sum(row[key] for row in back) for key in back[0]}
-    recovery = (
-        f"Of {sums['blocks']} rates in {len(back)} runs, {sums['low']} fell to {LOW}; {sums['back']} of them "
-        f"were above {BACK} again at some later step, {sums['alive_at_the_end']} at the end.\n"
-    )
-    useful = [row for row in again if row["benefit"] > row["price"]]
-    earned, gained = (spread([row[key] for row in again]) for key in ("benefit", "gained"))
-    premature = (
-        f"Of {len(again)} blocks that were removed first and put back, {len(useful)} earn their price after "
-        f"{extra} more epochs (benefit {earned} nats, price {again[0]['price']:g}); test accuracy against "
-        f"the same epochs without them: {gained} points.\n"
-    )
-    texts = {"settings": table(rows, found), "recovery": recovery, "return": premature}
+    texts = {"settings": table(rows, found), "recovery": recovered(back), "return": premature(again, extra)}
     for section, text in texts.items():
         print(f"{section}\n\n{text}")
         if given.into is not None:
