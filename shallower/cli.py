@@ -1,4 +1,4 @@
-"""The command line: `shallower list | train | reproduce | certify | data | inspect | report | table`."""
+"""The commands: `shallower list | train | reproduce | certify | export | data | inspect | report | table`."""
 
 import json
 import sys
@@ -277,7 +277,7 @@ def certify(
     data_dir: DataDir = None,
     device: Device = "auto",
     steps: Annotated[int, typer.Option(min=0, help="of Lanczos, for the curvature; 0 leaves it out")] = 30,
-    samples: Annotated[int, typer.Option(min=1, help="that the curvature is taken on")] = 4096,
+    samples: Annotated[int, typer.Option(min=1, help="that the curvature is taken on")] = 1024,
     as_json: AsJson = False,
 ) -> None:
     """Hold a trained network against the paper's optimality conditions; written to certificate.json."""
@@ -287,7 +287,7 @@ def certify(
         if as_json:
             print(json.dumps(found.as_dict()))
             return
-        show_certificate(found)
+        show_certificate(found, "test loss" if task.kind == "regression" else "test accuracy, %")
         out.print(f"written to {run / CERTIFICATE}", highlight=False)
 
 

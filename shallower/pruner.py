@@ -140,7 +140,10 @@ class Pruner:
         self._buffers = [f"{self.blocks[n].path}.{gate.buffer}" for n, gate in self.gates.items()]
         if self.ranks.size > 1:
             keep_from_ddp(model, self._buffers)
-        self.vitals = Vitals({n: [p for *_, p in g.last] or self._prunable[n] for n, g in self.gates.items()})
+        last = {name: [p for *_, p in gate.last] for name, gate in self.gates.items()}
+        self.vitals = Vitals(
+            {n: p or self._prunable[n] for n, p in last.items()}, [n for n in last if last[n]]
+        )
         self.events: list[Removal] = []
         self.absorption: Absorption | None = None
         self.num_steps, self.finalized, self.finished = 0, False, False
@@ -217,7 +220,7 @@ class Pruner:
         if delta_loss is not None:
             delta_cost = self.dataset_size * delta_loss  # mean loss -> nats over the dataset
             self._learn(delta_cost - self.multipliers * self._log_gamma())  # (2)
-            self.vitals.learn(delta_cost, self.num_steps)
+            self.vitals.learn(delta_cost)
         self.discard()
         self.num_steps += 1
         if self.num_steps % EVERY == 0:

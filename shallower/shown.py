@@ -59,28 +59,40 @@ def show_blocks(name: str, params: int, macs: int, blocks: list[dict[str, Any]])
     out.print(f"{len(blocks)} blocks can be pruned: {share[0]:.1f} % of parameters, {share[1]:.1f} % of MACs")
 
 
-def show_certificate(found: Certificate) -> None:
-    """Each survivor against O1 to O3, each removed block's evidence, the ladder, and the whole."""
-    table = _named(
-        "survivor", "earns (95 %)", "price", "first order", "O3", "O1", "verdict", title="survivors"
-    )
+def _show_survivors(found: Certificate) -> None:
+    """`O1` is an upper bound of the smallest eigenvalue, and how far below that it may be."""
+    columns = "survivor", "earns (95 %)", "price", "first order", "O3", "O1", "", "verdict"
+    table = _named(*columns, title="survivors")
     for row in found.survivors:
         earned = f"{row.benefit:.4g} ({row.low:.4g} to {row.high:.4g})"
         bent = "" if row.curvature is None else f"{row.curvature:.3g} (-{row.gap:.2g})"
-        cells = f"{row.price:.4g}", f"{row.estimate:.4g}", f"{row.rest:.3f}", bent, row.verdict
+        estimate = "" if row.estimate is None else f"{row.estimate:.4g}"
+        cells = f"{row.price:.4g}", estimate, f"{row.rest:.3f}", bent, row.minimum or "", row.verdict
         table.add_row(row.block, earned, *cells)
     out.print(table)
-    table = _named(
-        "removed", "step", "theta", "|w|", "dL/dtheta", "Lambda", "A0's radius", "found", title="removed"
-    )
+
+
+def _show_deaths(found: Certificate) -> None:
+    """kappa and eta are at least, and the radius of A0 is at most, what is printed."""
+    columns = "removed", "step", "theta", "|w|", "dL/dtheta", "Lambda", "kappa, eta", "A0", "in it", "found"
+    table = _named(*columns, title="removed")
     for gone in found.deaths:
         path = f"{gone.lyapunov[0]:.3g} to {gone.lyapunov[-1]:.3g}" if gone.lyapunov else ""
-        numbers = [f"{v:.3g}" for v in (gone.theta, gone.norm, gone.slope)]
-        table.add_row(gone.block, str(gone.step), *numbers, path, f"{gone.radius:.3g}", gone.finding)
+        slope, bounds = f"{gone.slope:.3g} ± {gone.noise:.2g}", f"{gone.kappa:.3g}, {gone.eta:.3g}"
+        since = "no" if gone.entered is None else f"from {gone.entered}"
+        cells = f"{gone.theta:.3g}", f"{gone.norm:.3g}", slope, path, bounds, f"{gone.radius:.3g}", since
+        table.add_row(gone.block, str(gone.step), *cells, gone.finding)
     out.print(table)
+
+
+def show_certificate(found: Certificate, unit: str) -> None:
+    """Each survivor against O1 to O3, each removed block's evidence, the ladder, and the whole; scores are in
+    `unit`."""
+    _show_survivors(found)
+    _show_deaths(found)
     if found.ladder:
         table = _named(
-            "would go", "from log gamma", "blocks left", "training loss", "score", title="price ladder"
+            "would go", "from log gamma", "blocks left", "training loss", unit, title="price ladder"
         )
         for rung in found.ladder:
             score = "" if rung.score is None else f"{rung.score:.2f}"

@@ -88,14 +88,16 @@ def _check_removals(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
 
 
 def _check_vitals(vitals: Any, mine: Mapping[str, Any]) -> None:
-    fits = isinstance(vitals, Mapping) and set(vitals) == {"rows", "change"}
+    needed, later = {"rows", "change"}, {"square", "learned"}
+    fits = isinstance(vitals, Mapping) and needed <= set(vitals) <= needed | later
     fits = fits and isinstance(vitals["rows"], Mapping) and set(vitals["rows"]) <= set(mine["names"])
-    fits = fits and isinstance(vitals["change"], Tensor) and len(vitals["change"]) == len(mine["names"])
+    means = [vitals[name] for name in ("change", "square") if name in vitals] if fits else []
+    fits = fits and all(isinstance(m, Tensor) and len(m) == len(mine["names"]) for m in means)
     fields = {"step", "theta", "norm", "change"}
     rows = [row for found in vitals["rows"].values() for row in found] if fits else []
     if not fits or not all(
         isinstance(row, Mapping)
-        and set(row) == fields
+        and fields <= set(row) <= fields | {"noise"}
         and all(isinstance(v, int | float) for v in row.values())
         for row in rows
     ):

@@ -4,8 +4,9 @@ w is the last affine map of a branch, the paper's W2: where w is 0, the block is
 that does not end in one is taken as a whole.
 """
 
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,20 +26,36 @@ class Vital:
     theta: float
     norm: float  # |w|
     change: float  # C1 - C0 in nats over the dataset: a running mean of the estimates so far
+    noise: float = math.nan  # the standard error of `change`
 
 
 class Vitals:
-    """Rows of every block, the oldest first; those of a removed one end where it was removed."""
+    """Rows of every block, the oldest first; those of a removed one end where it was removed.
 
-    def __init__(self, weights: Mapping[str, Sequence[Tensor]]) -> None:
+    `affine` names the blocks whose branch ends in an affine map; `weights` are of that, or of all the branch.
+    """
+
+    def __init__(self, weights: Mapping[str, Sequence[Tensor]], affine: Collection[str] = ()) -> None:
+        self.affine = set(affine)
         self.weights = {name: list(found) for name, found in weights.items()}
         self.rows: dict[str, deque[Vital]] = {name: deque(maxlen=KEPT) for name in weights}
         self.change = torch.zeros(len(self.weights), dtype=torch.float64)
+        self.square = torch.zeros_like(self.change)  # a running mean of the squared estimates
+        self.learned = 0  # how many are in these means
         self._places = {name: place for place, name in enumerate(weights)}
 
-    def learn(self, delta_cost: Tensor, steps: int) -> None:
-        """Take a step's estimates into the running mean, over about the steps between two rows."""
-        self.change.lerp_(delta_cost, max(1 / (steps + 1), 1 / EVERY))
+    def learn(self, delta_cost: Tensor) -> None:
+        """Take a step's estimates into the running means, over about the steps between two rows."""
+        self.learned += 1
+        share = max(1 / self.learned, 1 / EVERY)
+        self.change.lerp_(delta_cost, share)
+        self.square.lerp_(delta_cost.square(), share)
+
+    @property
+    def noise(self) -> Tensor:
+        """The standard error of `change`: of a plain mean at first, then of one that forgets."""
+        share = max(1 / max(self.learned, 1), 1 / (2 * EVERY - 1))
+        return ((self.square - self.change.square()).clamp_min(0.0) * share).sqrt()
 
     def note(self, step: int, theta: Mapping[str, float], names: Iterable[str]) -> None:
         """A row for each of `names`, unless it has one of this step."""
@@ -47,9 +64,10 @@ class Vitals:
             return
         squares = [sum(whole(w).detach().float().square().sum() for w in self.weights[n]) for n in due]
         norms = torch.stack([torch.as_tensor(square) for square in squares]).sqrt().tolist()
+        changes, noises = self.change.tolist(), self.noise.tolist()
         for name, norm in zip(due, norms, strict=True):
-            change = self.change[self._places[name]].item()
-            self.rows[name].append(Vital(step, theta[name], norm, change))
+            place = self._places[name]
+            self.rows[name].append(Vital(step, theta[name], norm, changes[place], noises[place]))
 
     def forget(self, name: str) -> None:
         """The weights of a block that has gone; its rows stay."""
@@ -57,10 +75,17 @@ class Vitals:
 
     def state_dict(self) -> dict[str, Any]:
         rows = {name: [asdict(row) for row in found] for name, found in self.rows.items() if found}
-        return {"rows": rows, "change": self.change.clone()}
+        return {
+            "rows": rows,
+            "change": self.change.clone(),
+            "square": self.square.clone(),
+            "learned": self.learned,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, found in self.rows.items():
             found.clear()
             found.extend(Vital(**row) for row in state["rows"].get(name, ()))
         self.change.copy_(state["change"])
+        self.square.copy_(state.get("square", torch.full_like(self.square, math.nan)))  # 0.1 has none
+        self.learned = state.get("learned", EVERY)

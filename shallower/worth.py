@@ -23,6 +23,36 @@ class Worth:
     benefit: float  # C0 - C1: the loss without the block less that with it, times N
     error: float  # the standard error of `benefit`, from its spread over the batches
     price: float  # -log gamma: the block earns its keep if its benefit is larger
+    batches: int = 1000  # that `error` was taken from
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The confidence interval of 95 % of `benefit`; from one batch, everything."""
+        if self.batches < 2:
+            return -math.inf, math.inf
+        reach = student(self.batches - 1) * self.error
+        return self.benefit - reach, self.benefit + reach
+
+
+def student(freedom: int) -> float:
+    """The quantile of Student's t that leaves 2.5 % above it, by its expansion around that of the normal."""
+    few = (12.706, 4.303, 3.182, 2.776)  # where the expansion has not converged
+    if freedom <= len(few):
+        return few[freedom - 1]
+    z = 1.959964
+    terms = [z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96]
+    terms.append((3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What some blocks earn, each left out alone, in nats over the dataset."""
+
+    benefits: dict[str, float]
+    errors: dict[str, float]
+    loss: float  # the mean loss with all of them
+    batches: int
 
 
 @torch.no_grad()
@@ -43,17 +73,24 @@ def worth(pruner: Pruner, batches: Iterable[Any], loss: Callable[[Any], Tensor])
             f"The pruner has {'finished' if pruner.finished else 'not been finalised'}. What survivors are "
             "worth is measured between `pruner.finalize()` and `pruner.finish()`."
         )
-    found, _ = measured(pruner, pruner.alive, batches, loss)
+    return priced(pruner, measured(pruner, pruner.alive, batches, loss))
+
+
+def priced(pruner: Pruner, found: Measured) -> list[Worth]:
+    """What was measured, beside what it has to be."""
     prices = (-pruner.log_gamma(pruner.num_steps) * pruner.multipliers).tolist()
     price = dict(zip(pruner.names, prices, strict=True))
-    return [Worth(name, *values, price[name]) for name, values in found.items()]
+    return [
+        Worth(name, benefit, found.errors[name], price[name], found.batches)
+        for name, benefit in found.benefits.items()
+    ]
 
 
 @torch.no_grad()
 def measured(
     pruner: Pruner, names: Sequence[str], batches: Iterable[Any], loss: Callable[[Any], Tensor]
-) -> tuple[dict[str, tuple[float, float]], float]:
-    """The benefit of each of `names` and its standard error; and the mean loss with all of them."""
+) -> Measured:
+    """The benefit of each of `names`, and its standard error."""
     sums, squares = [0.0] * len(names), [0.0] * len(names)
     whole, total, seen = 0.0, 0, 0
     with as_in_training(pruner.model):
@@ -72,18 +109,24 @@ def measured(
             "There was no batch to measure on: give a loader that yields at least one, and if it is an "
             "iterator, a fresh one."
         )
-    rows = {}
+    benefits, errors = {}, {}
     for name, s, square in zip(names, sums, squares, strict=True):
         mean = s / total
         spread = math.sqrt(max(square / total - mean**2, 0.0) / max(seen - 1, 1))
-        error = pruner.dataset_size * spread if seen > 1 else math.inf
-        rows[name] = pruner.dataset_size * mean, error
-    return rows, whole / total
+        benefits[name] = pruner.dataset_size * mean
+        errors[name] = pruner.dataset_size * spread if seen > 1 else math.inf
+    return Measured(benefits, errors, whole / total, seen)
 
 
 def _run(model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, seed: int) -> Tensor:
     with same_dice(model, seed):
-        return loss(batch)
+        found = loss(batch)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"`loss(batch)` gave {shape}; it must return the mean loss of the batch, one number."
+        )
+    return found.reshape(())
 
 
 def _without(pruner: Pruner, name: str, run: Callable[[], Tensor]) -> Tensor:
@@ -93,8 +136,18 @@ def _without(pruner: Pruner, name: str, run: Callable[[], Tensor]) -> Tensor:
 
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
-    with in_mode(model, training=True):
-        for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.eval()
+    with in_mode(model, training=True), without_dropout(model):
         yield
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Dropout layers off, for a while."""
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+    for layer in layers:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.train()

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from scipy.integrate import solve_ivp
+from scipy.optimize import minimize
 from torch import Tensor, nn
 
 from shallower import Pruner, Residual, flip, split
@@ -41,28 +43,98 @@ def objective(costs: Tensor, theta: Tensor) -> Tensor:
     return costs - theta.sum() * LOG_GAMMA
 
 
-def test_the_objective_is_smallest_at_a_deterministic_network():
-    """Theorem 1: over a fine grid of rates, the minimum lies at a corner of the cube."""
-    _, _, costs = enumerable()
+@pytest.mark.parametrize("rates", [(0.3, 0.6, 0.8), (0.9, 0.1, 0.5)])
+def test_the_objective_is_the_mean_cost_of_the_networks_that_the_pruner_draws(
+    rates: tuple[float, ...],
+) -> None:
+    """So the table of all sub-networks, weighted by theta, is what training sees."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Residual(nn.Linear(4, 4)) for _ in rates), nn.Linear(4, 3)).double()
+    x, y = torch.randn(N, 4).double(), torch.randint(0, 3, (N,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    pruner = Pruner(
+        model, optimizer, dataset_size=N, log_gamma=LOG_GAMMA, theta=0.5, theta_lr=1e-12, tolerance=0.0
+    )
+    pruner.theta.copy_(torch.tensor(rates))
+    costs = torch.empty(2, 2, 2, dtype=torch.float64)
+    for draws in product((0, 1), repeat=3):
+        for gate, xi in zip(pruner.gates.values(), draws, strict=True):
+            gate.xi = bool(xi)
+        with torch.no_grad():
+            costs[draws] = N * F.cross_entropy(model(x), y)
+    seen = []
+    for _ in range(1500):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        pruner.step()
+        seen.append(N * loss.item())
+    seen = torch.tensor(seen[1:])  # the first network was drawn at 0.5
+    error = float(seen.std()) / len(seen) ** 0.5
+    expected = objective(costs, pruner.theta.double()) + pruner.theta.sum() * LOG_GAMMA
+    assert float(seen.mean()) == pytest.approx(float(expected), abs=4 * error)
+    assert error < 0.1 * float(costs.max() - costs.min())
+
+
+class Pair:
+    """Two blocks z + xi w h(z) and a target: the cost of the four sub-networks as a function of (w1, w2)."""
+
+    def __init__(self, seed: int) -> None:
+        dice = np.random.default_rng(seed)
+        self.x = dice.normal(size=30)
+        self.y = self.x + 0.8 * np.tanh(self.x) + 0.5 * np.tanh(2 * self.x) + 0.2 * dice.normal(size=30)
+
+    def cost(self, w: np.ndarray, first: float, second: float) -> float:
+        z = self.x + first * w[0] * np.tanh(self.x)
+        z = z + second * w[1] * np.tanh(2 * z)
+        return 0.5 * float(((self.y - z) ** 2).sum())
+
+    def objective(self, state: np.ndarray, price: float, decay: float = 0.5) -> float:
+        """L(w, theta), the mean over the four draws."""
+        w, theta = state[:2], state[2:]
+        mean = sum(
+            np.prod([t if xi else 1 - t for t, xi in zip(theta, draws, strict=True)]) * self.cost(w, *draws)
+            for draws in product((0, 1), repeat=2)
+        )
+        return float(mean) + price * float(theta.sum()) + 0.5 * decay * float(w @ w)
+
+
+@pytest.mark.parametrize(("price", "kept"), [(0.02, 2), (2.0, 1), (40.0, 0)])
+def test_weights_and_rates_together_are_best_at_a_deterministic_network(price: float, kept: int) -> None:
+    """Theorem 1: the best of all sub-networks, each with its own best weights, is not beaten by any rates."""
+    pair, dice = Pair(0), np.random.default_rng(1)
+    alone = {
+        draws: min(
+            minimize(lambda w, d=draws: pair.objective(np.append(w, d), price), start).fun
+            for start in dice.normal(size=(4, 2))
+        )
+        for draws in product((0, 1), repeat=2)
+    }
+    best = min(alone, key=alone.__getitem__)
+    assert sum(best) == kept
+    starts = np.hstack([dice.normal(size=(25, 2)), dice.uniform(size=(25, 2))])
+    bounds = [(None, None)] * 2 + [(0.0, 1.0)] * 2
+    ends = [minimize(pair.objective, s, args=(price,), bounds=bounds, method="L-BFGS-B") for s in starts]
+    assert min(end.fun for end in ends) == pytest.approx(alone[best], rel=1e-6)
+    last = min(ends, key=lambda end: end.fun).x
+    at_rest = [theta for theta, w in zip(last[2:], last[:2], strict=True) if abs(w) > 1e-3]
+    assert all(min(theta, 1 - theta) < 1e-6 for theta in at_rest)
+
+
+def test_in_the_rates_alone_the_objective_is_multilinear_and_so_smallest_at_a_corner() -> None:
+    """Over the costs of gated forward passes: a step in one rate is a straight line."""
+    loss, gates, costs = enumerable()
     grid = torch.linspace(0, 1, 11, dtype=torch.float64)
     values = {
         rates: float(objective(costs, torch.tensor(rates))) for rates in product(grid.tolist(), repeat=3)
     }
     best = min(values, key=values.__getitem__)
     assert set(best) <= {0.0, 1.0}
-    corners = min(
-        float(objective(costs, torch.tensor(c, dtype=torch.float64))) for c in product((0, 1), repeat=3)
-    )
-    assert values[best] == pytest.approx(corners)
-
-
-def test_the_objective_is_multilinear_so_no_interior_point_is_a_minimum():
-    """Case 1: the Hessian over theta has a zero diagonal, so it is indefinite wherever it is not zero."""
-    _, _, costs = enumerable()
-    at = torch.tensor([0.3, 0.6, 0.8], dtype=torch.float64)
-    hessian = torch.autograd.functional.hessian(lambda theta: objective(costs, theta), at)
-    assert torch.equal(hessian.diagonal(), torch.zeros(3, dtype=torch.float64))
-    assert torch.linalg.eigvalsh(hessian)[0] < -1e-6
+    for gate, rate in zip(gates, best, strict=True):
+        gate.xi = bool(rate)
+    with torch.no_grad():
+        assert values[best] == pytest.approx(float(N * loss()) - sum(best) * LOG_GAMMA)
 
 
 def test_the_slope_in_theta_is_c1_minus_c0_minus_log_gamma():

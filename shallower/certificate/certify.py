@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shallower.certificate.cost import Cost, First
 from shallower.certificate.deaths import Death, deaths
 from shallower.certificate.ladder import Rung, price_ladder
-from shallower.certificate.survivors import Cost, Survivor, decays, judge, rest
+from shallower.certificate.survivors import Survivor, decays, judge, rest
 from shallower.pruner import Pruner
-from shallower.worth import worth
+from shallower.worth import measured, priced
 
 
 def _decoupled(optimizer: torch.optim.Optimizer) -> bool:
@@ -62,8 +64,9 @@ def certify(
     loss: Callable[[Any], Tensor],
     *,
     curvature_steps: int = 30,
-    curvature_samples: int = 4096,
+    curvature_samples: int = 1024,
     ladder: bool = True,
+    ladder_samples: int = 10_000,
     score: Callable[[], float] | None = None,
 ) -> Certificate:
     """Check the paper's optimality conditions on `model`, which `pruner` has finalised, and not finished.
@@ -73,37 +76,70 @@ def certify(
 
         certify(model, pruner, loader, lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
 
-    Curvature is taken with `curvature_steps` Lanczos steps on some `curvature_samples`; with 0, not at all.
-    `score()` rates the model on each rung of the ladder, for example by its accuracy on a test set.
+    The interval of O2 comes from the spread over batches: give some dozens of them, in a random order.
+    Curvature is taken with at most `curvature_steps` Lanczos steps on some `curvature_samples`; with 0, not
+    at all. The first rung of the ladder is measured on all data, further ones on `ladder_samples`; `score()`
+    rates the model on each, for example by its accuracy on a test set. Compiled blocks run as they were
+    written: compiled ones have no second derivative.
     """
-    _check(model, pruner, data)
-    cost = Cost(pruner, data, loss)
-    earned = worth(pruner, data, loss)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    held = {p for row in earned for p in pruner.vitals.weights[row.block] if isinstance(p, nn.Parameter)}
-    everything = list(dict.fromkeys([*trained, *held]))
-    slopes = dict(zip(everything, cost.slopes(everything), strict=True))
-    notes: list[str] = []
-    steps = curvature_steps if _twice(cost, everything, notes) else 0
-    options = {"limit": curvature_samples, "steps": steps}
-    survivors = [judge(cost, row, slopes, **options) for row in earned]
+    _check(model, pruner, data, curvature_steps, curvature_samples, ladder_samples)
+    with _eager():
+        found = measured(pruner, pruner.alive, data, loss)
+        if not math.isfinite(found.loss):
+            raise ValueError(
+                f"The mean loss over the data is {found.loss}: such a network has no optimality."
+            )
+        cost, notes = Cost(pruner, data, loss), _notes(pruner)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        held = {p for n in pruner.alive for p in pruner.vitals.weights[n] if isinstance(p, nn.Parameter)}
+        everything = list(dict.fromkeys([*trained, *held]))
+        slopes = dict(zip(everything, cost.slopes(everything), strict=True))
+        steps = curvature_steps if curvature_steps and _twice(cost, everything, notes) else 0
+        options = {"limit": curvature_samples, "steps": steps}
+        survivors = [judge(cost, row, slopes, **options) for row in priced(pruner, found)]
+        some = First(data, ladder_samples)
+        rungs = price_ladder(pruner, some, loss, score, start=found) if ladder else []
     decay = decays(pruner.optimizer, pruner.dataset_size)
-    if _decoupled(pruner.optimizer):
-        notes.append("The optimiser decays weights apart from its gradient: at rest, O3 need not hold.")
+    pull = [decay.get(p, 0.0) * p.detach() for p in trained]
     short = [max(0.0, row.price - row.benefit) / row.price for row in survivors if row.price > 0]
     return Certificate(
         survivors=survivors,
         deaths=deaths(pruner),
-        ladder=price_ladder(pruner, data, loss, score) if ladder else [],
-        weights_residual=rest(
-            [slopes[p] for p in trained], [decay.get(p, 0.0) * p.detach() for p in trained]
-        ),
+        ladder=rungs,
+        weights_residual=rest([slopes[p] for p in trained], pull),
         theta_residual=max(short, default=0.0),
         notes=notes,
     )
 
 
-def _check(model: nn.Module, pruner: Pruner, data: Iterable[Any]) -> None:
+def _eager() -> AbstractContextManager[Any]:
+    """Nothing runs compiled; before PyTorch 2.6 there is no way to say so, and O1 may go unchecked."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if stance is None else stance("force_eager")
+
+
+def _notes(pruner: Pruner) -> list[str]:
+    """What of this network the conditions do not cover."""
+    notes = []
+    if _decoupled(pruner.optimizer):
+        notes.append("The optimiser decays weights apart from its gradient: at rest, O3 need not hold.")
+    whole = [name for name in pruner.alive if name not in pruner.vitals.affine]
+    if whole:
+        notes.append(
+            f"{', '.join(whole)}: the branch does not end in an affine map that is trained, so w is all of "
+            "it, and there is no first-order estimate to print."
+        )
+    return notes
+
+
+def _check(
+    model: nn.Module, pruner: Pruner, data: Iterable[Any], steps: int, samples: int, on_ladder: int
+) -> None:
+    if steps < 0 or samples < 1 or on_ladder < 1:
+        raise ValueError(
+            f"Found curvature_steps={steps}, curvature_samples={samples}, ladder_samples={on_ladder}; steps "
+            "must be 0 or more, samples 1 or more."
+        )
     if pruner.model is not model:
         raise ValueError("The pruner is of another model; pass the one that it was built with.")
     if not pruner.finalized or pruner.finished:
@@ -120,6 +156,8 @@ def _twice(cost: Cost, parameters: list[nn.Parameter], notes: list[str]) -> bool
     """Whether the loss can be differentiated twice, which not every operator can."""
     try:
         cost.differentiate_twice(parameters)
+    except torch.cuda.OutOfMemoryError:
+        raise
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         notes.append(f"O1 was not checked: the loss has no second derivative here ({reason}).")

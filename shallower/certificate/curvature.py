@@ -1,7 +1,7 @@
 """The smallest eigenvalue of a symmetric matrix that is known by its products with vectors (Lanczos)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +27,18 @@ class Eigenvalue:
 
 
 def smallest_eigenvalue(
-    product: Product, size: int, *, steps: int = 30, seed: int = 0, like: Tensor | None = None
+    product: Product,
+    size: int,
+    *,
+    steps: int = 30,
+    seed: int = 0,
+    like: Tensor | None = None,
+    sign: bool = False,
 ) -> Eigenvalue:
-    """The smallest eigenvalue of the matrix A with `product(v) = A v`, with full reorthogonalisation."""
+    """The smallest eigenvalue of the matrix A with `product(v) = A v`, with full reorthogonalisation.
+
+    With `sign`, it ends as soon as the eigenvalue is known to be positive, or to be negative within 1 %.
+    """
     if steps < 1:
         raise ValueError(f"Found steps={steps}; Lanczos needs at least one product.")
     device, dtype = (like.device, like.dtype) if like is not None else (torch.device("cpu"), torch.float64)
@@ -37,34 +46,44 @@ def smallest_eigenvalue(
     basis = [(start / start.norm()).to(device, dtype)]
     diagonal: list[float] = []
     beside: list[float] = []
-    for _ in range(min(steps, size)):
+    while True:
         image = product(basis[-1])
         diagonal.append(float(torch.dot(image, basis[-1])))
         for _ in range(2):  # once is not enough in floating point
             image = image - torch.stack(basis).T @ (torch.stack(basis) @ image)
         beside.append(float(image.norm()))
-        if beside[-1] <= 1e-10 * max(map(abs, diagonal)) or len(basis) == size:
-            break  # the space that the start spans is used up
+        # The space that the start spans may be used up; a random start has a part in every eigenspace.
+        used_up = beside[-1] <= 1e-10 * max(map(abs, diagonal)) or len(basis) == size
+        values, vectors = _ritz(diagonal, beside)
+        value, number = float(values[0]), len(diagonal)
+        residual = 0.0 if used_up else abs(beside[-1] * float(vectors[-1, 0]))
+        gap = 0.0 if used_up else _gap(size, number, float(values[-1] - values[0]))
+        known = value - gap > 0 or (value < 0 and residual < 0.01 * -value)
+        if used_up or number == steps or (sign and known):
+            break
         basis.append(image / beside[-1])
-    number = len(diagonal)
+    vector = torch.stack(basis).T @ vectors[:, 0].to(device, dtype)
+    return Eigenvalue(value, residual, gap, number, vector / vector.norm())
+
+
+def _ritz(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of what Lanczos makes of the matrix: tridiagonal, and small."""
     small = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    for place, value in enumerate(beside[: number - 1]):
+    for place, value in enumerate(beside[: len(diagonal) - 1]):
         small[place, place + 1] = small[place + 1, place] = value
     values, vectors = torch.linalg.eigh(small)
-    used_up = number == size or len(basis) < number + 1
-    residual = 0.0 if used_up else abs(beside[number - 1] * float(vectors[-1, 0]))
-    vector = torch.stack(basis[:number]).T @ vectors[:, 0].to(device, dtype)
-    gap = 0.0 if number == size else _gap(size, number, float(values[-1] - values[0]))
-    return Eigenvalue(float(values[0]), residual, gap, number, vector / vector.norm())
+    return values, vectors
 
 
 def _gap(size: int, steps: int, spread: float) -> float:
     """How far the smallest eigenvalue may be below, with probability CONFIDENCE over a random start.
 
-    Kuczynski and Wozniakowski (1992): after k steps in n dimensions, the chance that it is further off than e
-    times the spread of all eigenvalues is at most 1.648 sqrt(n) exp(-sqrt(e) (2 k - 1)).
+    Kuczynski and Wozniakowski (1992): after k steps in n dimensions, the chance that one end of the spectrum
+    is further off than e times its spread is at most 1.648 sqrt(n) exp(-sqrt(e) (2 k - 1)). The spread is
+    known from both ends, each of which is so bounded with half of the remaining chance.
     """
-    share = (math.log(1.648 * math.sqrt(size) / (1 - CONFIDENCE)) / (2 * steps - 1)) ** 2
-    if share >= 1:
+    chance = (1 - CONFIDENCE) / 2
+    share = (math.log(1.648 * math.sqrt(size) / chance) / (2 * steps - 1)) ** 2
+    if share >= 0.5:
         return math.inf
-    return share / (1 - share) * spread  # `spread` is that of the values found, at least (1 - e) of the whole
+    return share / (1 - 2 * share) * spread  # `spread` is that of the values found: 1 - 2 e of the whole

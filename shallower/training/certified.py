@@ -11,16 +11,23 @@ from shallower.certificate import Certificate, certify
 from shallower.data import Task
 from shallower.files import write_text
 from shallower.recipes import Recipe
-from shallower.training.checkpoint import RunError
+from shallower.training.checkpoint import CHECKPOINT, RunError
 from shallower.training.result import Result, evaluate, loss_of
 from shallower.training.run import Machine, Run
 
 CERTIFICATE = "certificate.json"
-AT_ONCE = 1000  # samples, where the size of a batch changes nothing
+AT_ONCE, BATCHES = 1000, 50  # samples at most and batches at least, where a batch's size changes nothing
+AS_THEY_ARE = (
+    "The network was trained on images that were cropped and mirrored at random, and is checked on them as "
+    "they are: O1 to O3 are of that, slightly other problem."
+)
 
 
 def recipe_of(folder: Path) -> tuple[Recipe, Result]:
     """The recipe and the result of a finished run."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise RunError(f"{folder} {what}; give the folder of a finished run, as `shallower train` prints it.")
     try:
         settings = json.loads((folder / "recipe.json").read_text())
         result = Result.model_validate_json((folder / "result.json").read_text())
@@ -31,12 +38,14 @@ def recipe_of(folder: Path) -> tuple[Recipe, Result]:
             f"{folder} holds no finished run ({error.filename} is not there). Finish it: "
             f"`shallower train RECIPE --out {folder} --resume`."
         ) from error
-    except (ValueError, KeyError) as error:
+    except KeyError as error:
+        raise RunError(f"{folder / 'recipe.json'} has no {error}; it was not written by a run.") from error
+    except (ValueError, TypeError, OSError) as error:
         raise RunError(f"{folder} cannot be read as a run: {error}") from error
 
 
 def certify_run(
-    folder: str | Path, task: Task, *, device: str = "auto", steps: int = 30, samples: int = 4096
+    folder: str | Path, task: Task, *, device: str = "auto", steps: int = 30, samples: int = 1024
 ) -> Certificate:
     """Build the network of the run in `folder` as it was at its end, check it, and write certificate.json."""
     folder = Path(folder)
@@ -44,11 +53,17 @@ def certify_run(
     if recipe.dense:
         raise RunError(f"{folder} is a run without pruning; there is no price to hold its blocks against.")
     flags = {name: bool(result.machine.get(name, False)) for name in ("bf16", "channels_last", "compile")}
+    if not (folder / CHECKPOINT).is_file():
+        raise RunError(
+            f"{folder} has no {CHECKPOINT}, which holds the network as it was before it was made plain. "
+            f"Train it again: `shallower train {recipe.name} --seed {result.seed}`."
+        )
     run = Run(recipe, task, seed=result.seed, machine=Machine(device, **flags))
     run.resume(folder)
     assert run.pruner is not None
     run.pruner.finalize(recipe.threshold)
-    size = recipe.batch_size if any(isinstance(m, _NormBase) for m in run.model.modules()) else AT_ONCE
+    norms = any(isinstance(m, _NormBase) for m in run.model.modules())
+    size = recipe.batch_size if norms else max(1, min(AT_ONCE, run.size // BATCHES))
     batches = _Passes(run, size)
 
     def loss(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -60,6 +75,8 @@ def certify_run(
 
     options: dict[str, Any] = {"curvature_steps": steps, "curvature_samples": samples}
     found = certify(run.model, run.pruner, batches, loss, score=score, **options)
+    if recipe.augment:
+        found.notes.append(AS_THEY_ARE)
     write_text(folder / CERTIFICATE, json.dumps(found.as_dict(), indent=2))
     return found
 
