@@ -276,7 +276,7 @@ def certify(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a finished run")],
     data_dir: DataDir = None,
     device: Device = "auto",
-    steps: Annotated[int, typer.Option(min=0, help="of Lanczos, for the curvature; 0 leaves it out")] = 30,
+    steps: Annotated[int, typer.Option(min=0, help="of Lanczos, for the curvature; 0 leaves it out")] = 100,
     samples: Annotated[int, typer.Option(min=1, help="that the curvature is taken on")] = 1024,
     as_json: AsJson = False,
 ) -> None:

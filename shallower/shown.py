@@ -74,14 +74,15 @@ def _show_survivors(found: Certificate) -> None:
 
 def _show_deaths(found: Certificate) -> None:
     """kappa and eta are at least, and the radius of A0 is at most, what is printed."""
-    columns = "removed", "step", "theta", "|w|", "dL/dtheta", "Lambda", "kappa, eta", "A0", "in it", "found"
+    columns = "removed", "step", "theta", "|w|", "dL/dtheta", "Lambda", "kappa, eta", "A0", "found"
     table = _named(*columns, title="removed")
     for gone in found.deaths:
-        path = f"{gone.lyapunov[0]:.3g} to {gone.lyapunov[-1]:.3g}" if gone.lyapunov else ""
-        slope, bounds = f"{gone.slope:.3g} ± {gone.noise:.2g}", f"{gone.kappa:.3g}, {gone.eta:.3g}"
-        since = "no" if gone.entered is None else f"from {gone.entered}"
-        cells = f"{gone.theta:.3g}", f"{gone.norm:.3g}", slope, path, bounds, f"{gone.radius:.3g}", since
-        table.add_row(gone.block, str(gone.step), *cells, gone.finding)
+        path = f"{gone.lyapunov[0]:.3g}, {gone.lyapunov[-1]:.3g}" if gone.lyapunov else ""
+        slope = f"{gone.slope:.3g}" + (f"±{gone.noise:.2g}" if gone.noise == gone.noise else "")
+        bounds = f"{gone.kappa:.2g}, {gone.eta:.2g}"
+        since = "" if gone.entered is None else f" from {gone.entered}"
+        cells = f"{gone.theta:.1g}", f"{gone.norm:.3g}", slope, path, bounds, f"{gone.radius:.2g}"
+        table.add_row(gone.block, str(gone.step), *cells, gone.finding + since)
     out.print(table)
 
 

@@ -140,17 +140,22 @@ def bent(signs: list[float]) -> tuple[nn.Module, Pruner, list[Tensor], Any]:
 
 
 @pytest.mark.parametrize(
-    ("signs", "curvature", "says"),
+    ("signs", "mean", "says"),
     [
-        ([1.0, 1.0, 1.0, 1.0], 1.25, "holds"),
-        ([-1.0, -1.0, -1.0, -1.0], -0.75, "violated"),
-        ([-1.0, 1.0, 1.0, 1.0], 0.75, "open"),  # negative on the first sample, and not on all
-        ([-1.0, -1.0, -1.0, 1.0], -0.25, "violated"),
+        ([1.0, 1.0, 1.0, 1.0], 1.0, "holds"),
+        ([-1.0, -1.0, -1.0, -1.0], -1.0, "violated"),
+        ([-1.0, 1.0, 1.0, 1.0], 0.5, "open"),  # negative on the first sample, and not on all
+        ([-1.0, -1.0, -1.0, 1.0], -0.5, "violated"),
+        ([-1.0] * 6 + [1.0] * 4 + [-1.0] * 10, -0.2, "open"),  # ten of 20 say so: too few, to within 0.7
+        ([-1.0] * 9 + [1.0] * 11, -0.8, "violated"),  # to within 0.5; wrong, as one in 40 may be
     ],
 )
-def test_a_saddle_is_called_one_if_all_data_say_so(signs: list[float], curvature: float, says: str) -> None:
-    (row,) = certify(*bent(signs), curvature_samples=1, ladder=False).survivors
-    assert (row.curvature, row.minimum) == (pytest.approx(curvature), says)
+def test_a_saddle_is_called_one_if_the_data_say_so(signs: list[float], mean: float, says: str) -> None:
+    model, pruner, batches, loss = bent(signs)
+    pruner.dataset_size = len(signs)
+    pruner.optimizer.param_groups[0]["weight_decay"] /= len(signs)
+    (row,) = certify(model, pruner, batches, loss, curvature_samples=1, ladder=False).survivors
+    assert (row.curvature, row.minimum) == (pytest.approx(mean * len(signs) + 0.25), says)
 
 
 @pytest.mark.parametrize("freedom", [*range(1, 12), 30, 49, 390])

@@ -63,7 +63,7 @@ def certify(
     data: Iterable[Any],
     loss: Callable[[Any], Tensor],
     *,
-    curvature_steps: int = 30,
+    curvature_steps: int = 100,
     curvature_samples: int = 1024,
     ladder: bool = True,
     ladder_samples: int = 10_000,
@@ -77,10 +77,11 @@ def certify(
         certify(model, pruner, loader, lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
 
     The interval of O2 comes from the spread over batches: give some dozens of them, in a random order.
-    Curvature is taken with at most `curvature_steps` Lanczos steps on some `curvature_samples`; with 0, not
-    at all. The first rung of the ladder is measured on all data, further ones on `ladder_samples`; `score()`
-    rates the model on each, for example by its accuracy on a test set. Compiled blocks run as they were
-    written: compiled ones have no second derivative.
+    Curvature is taken with at most `curvature_steps` Lanczos steps on some `curvature_samples`, and where it
+    is negative, seen again on ten times as many; with 0 steps, it is not taken at all. The first rung of the
+    ladder is measured on all data, further ones on `ladder_samples`; `score()` rates the model on each, for
+    example by its accuracy on a test set. Compiled blocks run as they were written: compiled ones have no
+    second derivative.
     """
     _check(model, pruner, data, curvature_steps, curvature_samples, ladder_samples)
     with _eager():

@@ -1,5 +1,7 @@
 """The cost of a network over a dataset, C = N times the mean loss, and its derivatives; nothing changes."""
 
+import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shallower.certificate.curvature import Eigenvalue, smallest_eigenvalue
 from shallower.ledger import samples
 from shallower.pruner import Pruner
-from shallower.worth import as_in_training
+from shallower.worth import as_in_training, student
 
 Loss = Callable[[Any], Tensor]  # the mean loss of `pruner.model` on a batch
 
@@ -80,10 +82,22 @@ class Cost:
             product = self._product(parameters, decay, some)
             return smallest_eigenvalue(product, size, steps=steps, like=like, sign=True)
 
-    def bend(self, parameters: Sequence[nn.Parameter], decay: Tensor, along: Tensor) -> float:
-        """v . (d^2C/dp^2 + lambda) v along a unit vector v, over the whole dataset."""
+    def bend(
+        self, parameters: Sequence[nn.Parameter], decay: Tensor, along: Tensor, limit: int
+    ) -> tuple[float, float]:
+        """v . (d^2C/dp^2 + lambda) v along a unit vector v, on some `limit` samples, and how far off that may
+        be (95 %): not at all, if these are the whole dataset."""
+        values, total = [], 0
         with self._differentiable(parameters, alone=True):
-            return float(along @ self._product(parameters, decay, self.batches)(along))
+            for batch in First(self.batches, limit):
+                values.append(float(along @ self._product(parameters, decay, [batch])(along)))
+                total += samples(batch)
+        mean = statistics.mean(values)
+        if total >= self.pruner.dataset_size:
+            return mean, 0.0
+        if len(values) < 2:
+            return mean, math.inf
+        return mean, student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
     def _product(
         self, parameters: Sequence[nn.Parameter], decay: Tensor, batches: Iterable[Any]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
-CONFIDENCE = 0.95
+CONFIDENCE, PATIENCE = 0.95, 30
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ def smallest_eigenvalue(
 ) -> Eigenvalue:
     """The smallest eigenvalue of the matrix A with `product(v) = A v`, with full reorthogonalisation.
 
-    With `sign`, it ends as soon as the eigenvalue is known to be positive, or to be negative within 1 %.
+    With `sign`, it ends as soon as the eigenvalue is known to be positive, or to be negative within 10 %, or
+    when after PATIENCE steps the rest of them would not tell either.
     """
     if steps < 1:
         raise ValueError(f"Found steps={steps}; Lanczos needs at least one product.")
@@ -57,9 +58,11 @@ def smallest_eigenvalue(
         values, vectors = _ritz(diagonal, beside)
         value, number = float(values[0]), len(diagonal)
         residual = 0.0 if used_up else abs(beside[-1] * float(vectors[-1, 0]))
-        gap = 0.0 if used_up else _gap(size, number, float(values[-1] - values[0]))
-        known = value - gap > 0 or (value < 0 and residual < 0.01 * -value)
-        if used_up or number == steps or (sign and known):
+        spread = float(values[-1] - values[0])
+        gap = 0.0 if used_up else _gap(size, number, spread)
+        known = value - gap > 0 or (value < 0 and residual < 0.1 * -value)
+        in_vain = number >= PATIENCE and 0 < value < _gap(size, steps, spread)
+        if used_up or number == steps or (sign and (known or in_vain)):
             break
         basis.append(image / beside[-1])
     vector = torch.stack(basis).T @ vectors[:, 0].to(device, dtype)

@@ -20,6 +20,7 @@ from shallower.worth import Worth
 
 Verdict = Literal["earns its keep", "undecided", "should have gone"]
 Minimum = Literal["holds", "violated", "open"]
+CHECK = 10
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Survivor:
     estimate: float | None  # what the first-order estimator makes of it: -w . grad C1, if w is the last layer
     norm: float  # |w|
     rest: float  # O3: |grad C1 + lambda w| against what single samples and the decay pull; 0 at rest
-    curvature: float | None  # O1: the smallest eigenvalue of grad^2 C1 + lambda is at most this; ...
-    residual: float | None  # ... some eigenvalue lies within this of it; ...
+    curvature: float | None  # O1: the smallest eigenvalue of grad^2 C1 + lambda is at most this, ...
+    residual: float | None  # ... on the samples of Lanczos, some eigenvalue lies within this of it, ...
     gap: float | None  # ... and, with 95 %, the smallest at most that much below
-    minimum: Minimum | None  # whether O1 holds, so far as this tells
+    minimum: Minimum | None  # whether O1 holds, so far as these samples tell
     verdict: Verdict
 
 
@@ -60,14 +61,14 @@ class _Bent:
 
 
 def _bent(cost: Cost, w: Sequence[nn.Parameter], decay: Tensor, limit: int, steps: int) -> _Bent:
-    """O1 by Lanczos on a sample. A direction of negative curvature is held against the whole dataset."""
+    """O1 by Lanczos on a sample; a direction of negative curvature is held against CHECK times as much."""
     if steps == 0:
         return _Bent()
     found = cost.curvature(w, decay, limit, steps)
     value, says = found.value, _positive(found.value - found.gap)
     if value < 0:
-        value = cost.bend(w, decay, found.vector)
-        says = "violated" if value < 0 else "open"
+        value, error = cost.bend(w, decay, found.vector, CHECK * limit)
+        says = "violated" if value + error < 0 else "open"
     return _Bent(value, found.residual, found.gap, says)
 
 

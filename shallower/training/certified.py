@@ -45,7 +45,7 @@ def recipe_of(folder: Path) -> tuple[Recipe, Result]:
 
 
 def certify_run(
-    folder: str | Path, task: Task, *, device: str = "auto", steps: int = 30, samples: int = 1024
+    folder: str | Path, task: Task, *, device: str = "auto", steps: int = 100, samples: int = 1024
 ) -> Certificate:
     """Build the network of the run in `folder` as it was at its end, check it, and write certificate.json."""
     folder = Path(folder)
