@@ -42,7 +42,7 @@ def main(epochs: int = 60) -> None:
             loss((x[index], y[index])).backward()
             optimizer.step()
             pruner.step()
-    batches = list(zip(x.split(500), y.split(500), strict=True))
+    batches = list(zip(x.split(50), y.split(50), strict=True))
     certificate = certify(model, pruner, batches, loss)
     for row in certificate.survivors:
         print(f"{row.block}: earns {row.benefit:.0f} nats of {row.price:.0f}: {row.verdict}")

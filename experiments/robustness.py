@@ -130,6 +130,8 @@ def _train(
             loss = partial(run.loss_on, model, inputs, labels)
             loss().backward()
             optimizer.step()
+            if optimizer is run.optimizer:
+                run.scheduler.step()
             if pruner is not None:
                 pruner.step(loss if exact else None)
                 look()

@@ -11,6 +11,7 @@ from shallower.certificate import Certificate
 from shallower.training import Result
 
 out = Console()
+TOGETHER = "Each verdict is with all the others in place; the ladder says what they earn when one has gone."
 
 
 def show(result: Result, folder: Path) -> None:
@@ -60,16 +61,18 @@ def show_blocks(name: str, params: int, macs: int, blocks: list[dict[str, Any]])
 
 
 def _show_survivors(found: Certificate) -> None:
-    """`O1` is an upper bound of the smallest eigenvalue, and how far below that it may be."""
+    """`O1` is the least curvature found, and how far below that the smallest eigenvalue may be."""
     columns = "survivor", "earns (95 %)", "price", "first order", "O3", "O1", "", "verdict"
     table = _named(*columns, title="survivors")
     for row in found.survivors:
-        earned = f"{row.benefit:.4g} ({row.low:.4g} to {row.high:.4g})"
+        earned = f"{row.benefit:.4g} ± {row.high - row.benefit:.2g}"
         bent = "" if row.curvature is None else f"{row.curvature:.3g} (-{row.gap:.2g})"
         estimate = "" if row.estimate is None else f"{row.estimate:.4g}"
         cells = f"{row.price:.4g}", estimate, f"{row.rest:.3f}", bent, row.minimum or "", row.verdict
         table.add_row(row.block, earned, *cells)
     out.print(table)
+    if sum(row.verdict == "should have gone" for row in found.survivors) > 1:
+        out.print(TOGETHER, highlight=False)
 
 
 def _show_deaths(found: Certificate) -> None:

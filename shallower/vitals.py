@@ -54,7 +54,9 @@ class Vitals:
     @property
     def noise(self) -> Tensor:
         """The standard error of `change`: of a plain mean at first, then of one that forgets."""
-        share = max(1 / max(self.learned, 1), 1 / (2 * EVERY - 1))
+        if self.learned < 2:
+            return torch.full_like(self.change, math.inf)
+        share = max(1 / (self.learned - 1), 1 / (2 * EVERY - 2))
         return ((self.square - self.change.square()).clamp_min(0.0) * share).sqrt()
 
     def note(self, step: int, theta: Mapping[str, float], names: Iterable[str]) -> None:

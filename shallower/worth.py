@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from shallower.aside import in_mode, same_dice
 from shallower.ledger import samples
@@ -53,6 +54,7 @@ class Measured:
     errors: dict[str, float]
     loss: float  # the mean loss with all of them
     batches: int
+    samples: int
 
 
 @torch.no_grad()
@@ -96,7 +98,7 @@ def measured(
     with as_in_training(pruner.model):
         for batch in batches:
             size = samples(batch)
-            run = partial(_run, pruner.model, loss, batch, seen)
+            run = partial(rolled, pruner.model, loss, batch, seen)
             here = run()
             gains = [_without(pruner, name, run) - here for name in names]
             found = torch.stack([here, *gains]).tolist()
@@ -115,10 +117,11 @@ def measured(
         spread = math.sqrt(max(square / total - mean**2, 0.0) / max(seen - 1, 1))
         benefits[name] = pruner.dataset_size * mean
         errors[name] = pruner.dataset_size * spread if seen > 1 else math.inf
-    return Measured(benefits, errors, whole / total, seen)
+    return Measured(benefits, errors, whole / total, seen, total)
 
 
-def _run(model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, seed: int) -> Tensor:
+def rolled(model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, seed: int) -> Tensor:
+    """The loss of a batch, whatever is random in it from the same dice each time."""
     with same_dice(model, seed):
         found = loss(batch)
     if not isinstance(found, Tensor) or found.numel() != 1:
@@ -136,7 +139,12 @@ def _without(pruner: Pruner, name: str, run: Callable[[], Tensor]) -> Tensor:
 
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
+    """BatchNorm with the statistics of each batch, unless it alone was put into evaluation mode, as frozen
+    ones are; dropout layers off, and nothing learned."""
+    kept = [m for m in model.modules() if isinstance(m, _NormBase) and model.training and not m.training]
     with in_mode(model, training=True), without_dropout(model):
+        for norm in kept:
+            norm.eval()
         yield
 
 

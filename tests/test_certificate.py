@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import scipy.optimize
 import scipy.stats
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from shallower import Pruner, Residual, certify, first_order, flip
-from shallower.certificate import Death, price_ladder, smallest_eigenvalue
+from shallower.certificate import Certificate, Death, price_ladder, smallest_eigenvalue
+from shallower.certificate.curvature import CONFIDENCE, PATIENCE, _gap
 from shallower.certificate.deaths import deaths
 from shallower.certificate.survivors import verdict
 from shallower.cli import app
 from shallower.vitals import EVERY, Vital, Vitals
-from shallower.worth import Worth, measured
+from shallower.worth import Measured, Worth, measured
 
 WIDTH = 4
 
@@ -41,6 +43,8 @@ def test_the_smallest_eigenvalue_is_at_most_what_lanczos_says_and_one_lies_withi
     found = smallest_eigenvalue(lambda v: matrix @ v, size, steps=steps, seed=seed + 1)
     assert found.value >= float(exact[0]) - 1e-9
     assert float((exact - found.value).abs().min()) <= found.residual + 1e-8
+    left = matrix @ found.vector - found.value * found.vector
+    assert found.residual == pytest.approx(float(left.norm()), abs=1e-8)
     assert float(found.vector @ matrix @ found.vector) == pytest.approx(found.value, abs=1e-8)
     if found.steps == size:
         assert found.value == pytest.approx(float(exact[0]), abs=1e-8)
@@ -58,7 +62,8 @@ def test_the_bound_below_the_eigenvalue_holds_for_nearly_all_random_starts() -> 
 
 def test_a_start_that_spans_no_more_ends_early() -> None:
     found = smallest_eigenvalue(lambda v: 3.0 * v, 50, steps=20)
-    assert (found.steps, found.residual) == (1, 0.0)
+    assert (found.steps, found.gap) == (1, 0.0)
+    assert found.residual == pytest.approx(0.0, abs=1e-12)
     assert found.value == pytest.approx(3.0)
 
 
@@ -70,6 +75,43 @@ def test_asked_for_the_sign_it_ends_when_that_is_known(low: float, steps: int) -
     assert found.steps < full.steps
     assert (found.value - found.gap > 0) if low > 0 else (found.value < 0)
     assert float(found.vector @ (values * found.vector)) == pytest.approx(found.value)
+
+
+def test_it_gives_up_where_the_rest_of_the_steps_would_not_tell() -> None:
+    """The smallest is 1e-3 of a spread of 1e3: with 95 %, that is decided after many more steps than 60."""
+    values = torch.logspace(-3, 3, 500, dtype=torch.float64)
+    found = smallest_eigenvalue(lambda v: values * v, 500, steps=60, sign=True)
+    assert found.steps == PATIENCE
+    assert smallest_eigenvalue(lambda v: values * v, 500, steps=60).steps == 60
+
+
+@pytest.mark.parametrize(("size", "steps"), [(50, 8), (10_000, 30), (10_000, 100)])
+def test_the_gap_is_what_the_bound_leaves_at_both_ends(size: int, steps: int) -> None:
+    """By solving the bound for e, and the spread found = (1 - 2 e) of the whole for the whole."""
+
+    def chance(e: float) -> float:
+        return 1.648 * math.sqrt(size) * math.exp(-math.sqrt(e) * (2 * steps - 1)) - (1 - CONFIDENCE) / 2
+
+    e = float(scipy.optimize.brentq(chance, 1e-9, 0.5))
+    whole = 7.0 / (1 - 2 * e)
+    assert _gap(size, steps, 7.0) == pytest.approx(e * whole)
+    assert _gap(size, 1, 7.0) == math.inf
+
+
+@pytest.mark.parametrize("steps", [30, 150, 400])
+def test_in_single_precision_it_stays_a_bound(steps: int) -> None:
+    """A matrix of rank 40 and a decay: the space is used up after 41 steps, and noise begins."""
+    dice = torch.Generator().manual_seed(0)
+    low = torch.randn(300, 40, generator=dice)
+    matrix = low @ low.T + 0.4 * torch.eye(300)
+    found = smallest_eigenvalue(lambda v: matrix @ v, 300, steps=steps, like=matrix)
+    exact = float(torch.linalg.eigvalsh(matrix.double())[0])
+    assert found.value >= exact - found.rounding
+    assert found.rounding < 0.05 * exact
+    if steps > 41:
+        assert found.steps <= 50
+        assert found.value == pytest.approx(exact, abs=found.rounding + found.residual)
+        assert found.residual < 0.01 * exact
 
 
 # -- a problem that can be solved by hand --------------------------------------------------------------
@@ -108,7 +150,7 @@ def test_at_the_solution_by_hand_all_conditions_hold_and_have_their_values() -> 
     assert row.low == row.high == pytest.approx(row.benefit)  # two equal batches
     assert row.rest == pytest.approx(0.0, abs=1e-12)  # O3
     assert (row.curvature, row.minimum) == (pytest.approx(1 + decay), "holds")  # O1
-    assert (row.residual, row.gap) == (0.0, 0.0)
+    assert (row.residual, row.gap) == (pytest.approx(0.0, abs=1e-12), 0.0)
     assert row.estimate == pytest.approx(decay * w * w)  # Euler's identity at rest: lambda |w|^2
     assert (row.norm, row.price, row.verdict) == (pytest.approx(w), price, "earns its keep")
     assert found.kkt_residual == pytest.approx(0.0, abs=1e-12)
@@ -146,16 +188,48 @@ def bent(signs: list[float]) -> tuple[nn.Module, Pruner, list[Tensor], Any]:
         ([-1.0, -1.0, -1.0, -1.0], -1.0, "violated"),
         ([-1.0, 1.0, 1.0, 1.0], 0.5, "open"),  # negative on the first sample, and not on all
         ([-1.0, -1.0, -1.0, 1.0], -0.5, "violated"),
-        ([-1.0] * 6 + [1.0] * 4 + [-1.0] * 10, -0.2, "open"),  # ten of 20 say so: too few, to within 0.7
-        ([-1.0] * 9 + [1.0] * 11, -0.8, "violated"),  # to within 0.5; wrong, as one in 40 may be
+        ([1.0, -1.0, -1.0, -1.0], -0.5, "violated"),  # positive on the first, and not on all
+        ([-1.0] + [-1.0] * 6 + [1.0] * 4 + [-1.0] * 9, -0.2, "open"),  # of ten others: to within 0.7
+        ([-1.0] + [-1.0] * 9 + [1.0] * 10, -0.8, "violated"),  # to within 0.5; wrong, as one in 40 may be
+        ([1.0] + [1.0] * 9 + [-1.0] * 10, 0.8, "holds"),  # likewise
     ],
 )
 def test_a_saddle_is_called_one_if_the_data_say_so(signs: list[float], mean: float, says: str) -> None:
     model, pruner, batches, loss = bent(signs)
     pruner.dataset_size = len(signs)
     pruner.optimizer.param_groups[0]["weight_decay"] /= len(signs)
-    (row,) = certify(model, pruner, batches, loss, curvature_samples=1, ladder=False).survivors
+    (row,) = certify(model, pruner, batches, loss, curvature_samples=1, ladder_samples=0).survivors
     assert (row.curvature, row.minimum) == (pytest.approx(mean * len(signs) + 0.25), says)
+
+
+def test_a_saddle_is_weighed_by_the_samples_of_a_batch() -> None:
+    """One sample of curvature -3, and nine of 1 in one batch: 6 in all."""
+    model, pruner, _, loss = bent([])
+    pruner.dataset_size = 10
+    pruner.optimizer.param_groups[0]["weight_decay"] = 0.0
+    batches = [torch.tensor([[1.0, sign]] * n, dtype=torch.float64) for n, sign in ((1, -3.0), (9, 1.0))]
+    (row,) = certify(model, pruner, batches, loss, curvature_samples=1).survivors
+    assert (row.curvature, row.minimum) == (pytest.approx(6.0), "open")
+
+
+def test_one_batch_of_many_does_not_tell_whether_there_is_a_saddle() -> None:
+    model, pruner, batches, loss = bent([-1.0] * 3)
+    batches = [torch.cat([batch] * 20) for batch in batches]
+    pruner.dataset_size = 60
+    (row,) = certify(model, pruner, batches, loss, curvature_samples=2).survivors
+    assert row.minimum == "open"
+
+
+def test_a_flat_direction_is_no_saddle() -> None:
+    """Without decay, in single precision, before a linear head: the loss is convex in w, and flat in most."""
+    torch.manual_seed(0)
+    for _ in range(6):
+        model = nn.Sequential(Residual(nn.Linear(16, 16)), nn.Linear(16, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pruner = Pruner(model, optimizer, dataset_size=40, log_gamma=-0.1, theta=1.0)
+        batches = [(torch.randn(20, 16), torch.randint(0, 3, (20,))) for _ in range(2)]
+        found = certified(model, optimizer, pruner, batches)
+        assert found.survivors[0].minimum != "violated"
 
 
 @pytest.mark.parametrize("freedom", [*range(1, 12), 30, 49, 390])
@@ -215,7 +289,7 @@ def finalized(**options: Any) -> Small:
 def test_curvature_is_that_of_the_whole_hessian() -> None:
     model, pruner, batches, loss = finalized()
     rows = certify(
-        model, pruner, batches, loss, curvature_steps=WIDTH * WIDTH + WIDTH, ladder=False
+        model, pruner, batches, loss, curvature_steps=WIDTH * WIDTH + WIDTH, ladder_samples=0
     ).survivors
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     for row in rows:
@@ -250,16 +324,23 @@ def test_o3_is_the_gradient_against_what_single_samples_pull_whatever_the_batch(
     mean = torch.stack(each).mean(0)
     one_by_one = (mean.square().sum() + torch.stack(each).var(0).sum()).sqrt()
     exact = float((mean + pull).norm() / (one_by_one + pull.norm()))
-    options: dict[str, Any] = {"curvature_steps": 0, "ladder": False}
+    options: dict[str, Any] = {"curvature_steps": 0, "ladder_samples": 0}
     for size, close in ((1, 1e-6), (3, 0.15), (10, 0.4)):
         some = [(x[i : i + size], y[i : i + size]) for i in range(0, 60, size)]
         found = certify(model, pruner, some, loss, **options)
         assert found.weights_residual == pytest.approx(exact, rel=close)
-    head = [p.requires_grad_(False) for p in model[-1].parameters()]
-    frozen = certify(model, pruner, batches, loss, **options).weights_residual
-    assert frozen != certify(model, pruner, batches, loss, **options).survivors[0].rest
-    assert head
-    assert frozen != pytest.approx(found.weights_residual)  # so the head was counted
+    head = {p.requires_grad_(False) for p in model[-1].parameters()}
+    alone = certify(model, pruner, some, loss, **options)
+    assert alone.weights_residual != pytest.approx(found.weights_residual)  # so the head was counted
+    pruner.optimizer.param_groups[0]["params"] = [p for p in trained if p not in head]
+    for p in model[-1].parameters():
+        p.requires_grad_(True)
+    assert certify(model, pruner, some, loss, **options).weights_residual == alone.weights_residual
+    for p in trained:
+        p.requires_grad_(False)
+    found = certify(model, pruner, some, loss, **options)
+    assert math.isnan(found.weights_residual)
+    assert any("the last layer is not trained" in note for note in found.notes)
 
 
 def test_the_residual_of_theta_is_that_of_the_worst() -> None:
@@ -298,7 +379,7 @@ def normed() -> Small:
         Residual(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4)))
         for _ in range(2)
     ]
-    model = nn.Sequential(*blocks, nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).double()
+    model = nn.Sequential(*blocks, nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     pruner = Pruner(model, optimizer, dataset_size=60, log_gamma=-1.0, theta=1.0, theta_lr=1e-6)
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -314,6 +395,9 @@ def normed() -> Small:
         optimizer.step()
         pruner.step()
     pruner.finalize()
+    with torch.no_grad():
+        for name in "01":  # so that what follows sees whether they are there
+            model.get_submodule(name).branch[3].weight.mul_(5.0)
     return model, pruner, batches, loss
 
 
@@ -321,8 +405,17 @@ def test_the_network_is_certified_as_in_training_whatever_its_mode() -> None:
     model, pruner, batches, loss = normed()
     modes = [certify(model.train(mode), pruner, batches, loss).as_dict() for mode in (True, False)]
     assert modes[0] == modes[1]
-    model[3].p = 0.0  # dropout was off
+    model[2].p = 0.0  # dropout was off
     assert certify(model, pruner, batches, loss).as_dict() == modes[0]
+    model.train()
+    model[3].eval()  # as one that is frozen
+    frozen = certify(model, pruner, batches, loss)
+    with pruner.without("0"), torch.no_grad():
+        gone = sum(float(loss(batch)) * 20 for batch in batches)
+    with torch.no_grad():
+        here = sum(float(loss(batch)) * 20 for batch in batches)
+    assert frozen.survivors[0].benefit == pytest.approx(gone - here)
+    assert not model[3].training
 
 
 def test_a_rung_is_scored_with_statistics_of_its_own_network() -> None:
@@ -347,6 +440,7 @@ def test_a_rung_is_scored_with_statistics_of_its_own_network() -> None:
             m.reset_running_stats()
             m.momentum = None
     bare.train()
+    bare[2].eval()
     with torch.no_grad():
         for batch in batches:
             bare(batch[0])
@@ -385,6 +479,127 @@ def test_compiled_blocks_have_their_curvature_too() -> None:
     for name in pruner.alive:
         model.get_submodule(name).compile(backend="aot_eager")
     assert certify(model, pruner, batches, loss).as_dict() == plain
+
+
+def certified(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pruner: Pruner,
+    batches: list[tuple[Tensor, Tensor]],
+    **options: Any,
+) -> Certificate:
+    """After one step."""
+
+    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    loss(batches[0]).backward()
+    optimizer.step()
+    pruner.step()
+    pruner.finalize()
+    return certify(model, pruner, batches, loss, **options)
+
+
+def test_each_parameter_has_the_decay_of_its_group() -> None:
+    """The Hessian of a loss that does not see the block is lambda alone: of the weight 3, of the bias 0.5."""
+    model = nn.Sequential(Residual(nn.Linear(2, 2)), nn.Linear(2, 2))
+    layer = model[0].branch
+    groups = [
+        {"params": [layer.weight], "weight_decay": 3 / 8},
+        {"params": [layer.bias], "weight_decay": 0.5 / 8},
+    ]
+    optimizer = torch.optim.SGD([*groups, {"params": [*model[1].parameters()]}], lr=0.0)
+    pruner = Pruner(model, optimizer, dataset_size=8, log_gamma=-1.0, theta=1.0)
+    x = torch.randn(8, 2)
+    model(x).sum().backward()
+    optimizer.step()
+    pruner.step()
+    pruner.finalize()
+    found = certify(model, pruner, [x, x], lambda x: 0.0 * model(x).sum())
+    assert found.survivors[0].curvature == pytest.approx(0.5)
+    assert found.survivors[0].rest == pytest.approx(1.0)  # only the decay pulls
+
+
+def test_random_numbers_of_the_model_are_the_same_each_time_and_nobody_elses_are_used() -> None:
+    class Rough(nn.Module):
+        def forward(self, z: Tensor) -> Tensor:
+            return F.dropout(z, 0.3, training=self.training)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Residual(nn.Linear(4, 4)), Rough(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    pruner = Pruner(model, optimizer, dataset_size=40, log_gamma=-0.1, theta=1.0)
+    batches = [(torch.randn(10, 4), torch.randint(0, 2, (10,))) for _ in range(4)]
+    first = certified(model, optimizer, pruner, batches)
+    dice = torch.get_rng_state()
+    again = certify(model, pruner, batches, lambda b: F.cross_entropy(model(b[0]), b[1]))
+    assert torch.equal(torch.get_rng_state(), dice)
+    assert again.as_dict() == first.as_dict()
+
+
+def test_hooks_that_take_a_step_hear_nothing() -> None:
+    model, pruner, batches, loss = finalized()
+    before = copy.deepcopy(model.state_dict())
+
+    def step(p: Tensor) -> None:
+        p.data.sub_(p.grad)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    certify(model, pruner, batches, loss)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    loss(batches[0]).backward()  # and afterwards they do
+    assert not all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("cut", "size", "words"),
+    [
+        (1, 20, "One batch has no spread"),
+        (3, 600, "60 samples and the pruner's dataset_size is 600"),
+        (3, 70, None),  # as with a last batch that was dropped
+    ],
+)
+def test_data_that_make_figures_other_than_they_seem_are_noted(
+    cut: int, size: int, words: str | None
+) -> None:
+    model, pruner, batches, loss = finalized()
+    pruner.dataset_size = size
+    found = certify(model, pruner, batches[:cut], loss, curvature_steps=0)
+    assert len(found.notes) == (words is not None)
+    assert words is None or words in found.notes[0]
+
+
+def test_in_half_precision_there_is_no_curvature_and_it_is_said() -> None:
+    model = nn.Sequential(Residual(nn.Linear(4, 4)), nn.Linear(4, 2)).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, dataset_size=20, log_gamma=-0.1, theta=1.0)
+    batches = [(torch.randn(10, 4).bfloat16(), torch.randint(0, 2, (10,))) for _ in range(2)]
+    found = certified(model, optimizer, pruner, batches)
+    assert found.survivors[0].minimum is None
+    assert any("half precision" in note for note in found.notes)
+
+
+def test_a_rung_costs_at_least_as_much_as_those_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what is left earns less, once another has gone."""
+    _, pruner, batches, loss = finalized()
+    names = pruner.alive
+    earns = iter([dict.fromkeys(names, 5.0), *({name: value for name in names} for value in (2.0, 9.0))])
+
+    def measure(pruner: Pruner, left: list[str], *rest: Any) -> Measured:
+        now = next(earns)
+        return Measured({n: now[n] for n in left}, dict.fromkeys(left, 0.0), 1.0, 3, 60)
+
+    monkeypatch.setattr("shallower.certificate.ladder.measured", measure)
+    rungs = price_ladder(pruner, batches, loss)
+    assert [r.benefit for r in rungs] == [5.0, 2.0, 9.0][: len(rungs)]
+    assert [r.price for r in rungs] == [5.0, 5.0, 9.0][: len(rungs)]
+
+
+def test_the_price_is_that_of_the_last_step() -> None:
+    model, pruner, batches, loss = finalized()
+    pruner.log_gamma = lambda step: -float(step)
+    assert certify(model, pruner, batches, loss, curvature_steps=0).survivors[0].price == pruner.num_steps
 
 
 def test_what_is_not_finite_is_null_in_json() -> None:
@@ -469,8 +684,8 @@ def test_what_cannot_be_certified_is_refused(wrong: str) -> None:
     ("options", "words"),
     [
         ({"curvature_steps": -1}, "curvature_steps=-1"),
-        ({"curvature_samples": 0}, "samples 1 or more"),
-        ({"ladder_samples": 0}, "samples 1 or more"),
+        ({"curvature_samples": 0}, "must be 1 or more"),
+        ({"ladder_samples": -1}, "the others 0 or more"),
     ],
 )
 def test_a_wrong_number_is_refused(options: dict[str, int], words: str) -> None:
@@ -588,17 +803,26 @@ def test_the_radius_is_the_price_of_the_block_against_what_it_can_do() -> None:
     assert (twice.radius, twice.slope) == (pytest.approx(16.0 / 32), pytest.approx(16.0 - 1.6))
 
 
-def test_lambda_falls_if_its_second_half_is_lower() -> None:
-    down = [Vital(step, 0.0, norm, 0.0, 0.0) for step, norm in enumerate((3.0, 1.0, 2.0, 1.0))]
-    assert evidence(down, 8.0).falls
-    assert not evidence(down[::-1], 8.0).falls
-    assert not evidence(down[:1], 8.0).falls
+def test_at_the_dead_point_itself_a_block_is_dead_if_there_is_a_price() -> None:
+    rows = [Vital(0, 0.1, 0.0, 0.0, 0.0), Vital(1, 0.0, 0.0, 0.0, 0.0)]
+    assert (evidence(rows, 8.0).finding, evidence(rows, 8.0).kappa) == ("dead", 0.0)
+    assert evidence(rows, 0.0).finding == "undecided"
+
+
+def test_the_price_of_a_removed_block_is_that_of_the_step_that_removed_it() -> None:
+    """Which is the one before: `step` counts it already when a block goes."""
+    _, pruner, _, _ = small()
+    pruner.log_gamma = lambda step: -float(step)
+    for death in deaths(pruner):
+        last = pruner.vitals.rows[death.block][-1]
+        assert death.slope == pytest.approx(last.change + death.step - 1)
 
 
 def test_an_exact_estimate_knows_eta_by_how_the_change_moves_with_w() -> None:
     rows = [Vital(0, 0.1, 2.0, -3.0, 0.0), Vital(1, 0.1, 1.0, -1.0, 0.0), Vital(2, 0.1, 1.001, 5.0, 0.0)]
     found = evidence(rows, 8.0, estimator=flip)
     assert (found.kappa, found.eta) == (pytest.approx(5 / 1.001), pytest.approx(2.0))
+    assert evidence(rows, 3.0, estimator=flip).radius == pytest.approx(3.0 / (5 / 1.001 + 2.0))
     assert math.isnan(evidence(rows[:1], 8.0, estimator=flip).radius)
 
 
@@ -615,7 +839,10 @@ def test_the_noise_of_the_change_is_its_standard_error() -> None:
     """Over 400 blocks with the same noise: their running means lie as far from the truth as each one says."""
     found = Vitals({str(n): [] for n in range(400)})
     dice = torch.Generator().manual_seed(0)
-    for steps in (20, 200):
+    found.learn(torch.ones(400, dtype=torch.float64))
+    assert found.noise.isinf().all()  # of one
+    found = Vitals({str(n): [] for n in range(400)})
+    for steps in (3, 20, 200):
         for _ in range(steps - found.learned):
             found.learn(3.0 + 2.0 * torch.randn(400, generator=dice, dtype=torch.float64))
         off = float((found.change - 3.0).square().mean().sqrt())

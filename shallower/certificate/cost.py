@@ -1,7 +1,6 @@
 """The cost of a network over a dataset, C = N times the mean loss, and its derivatives; nothing changes."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shallower.certificate.curvature import Eigenvalue, smallest_eigenvalue
 from shallower.ledger import samples
 from shallower.pruner import Pruner
-from shallower.worth import as_in_training, student
+from shallower.worth import as_in_training, rolled, student
 
 Loss = Callable[[Any], Tensor]  # the mean loss of `pruner.model` on a batch
 
@@ -59,7 +58,7 @@ class Cost:
         with self._differentiable(parameters):
             for batch in self.batches:
                 size = samples(batch)
-                found = _gradients(self.loss(batch), parameters)
+                found = _gradients(self._loss(batch, seen), parameters)
                 for s, g in zip(sums, found, strict=True):
                     s.add_(g, alpha=size)
                 here = torch.stack([g.double().square().sum() for g in found]).tolist()
@@ -76,41 +75,48 @@ class Cost:
         self, parameters: Sequence[nn.Parameter], decay: Tensor, limit: int, steps: int
     ) -> Eigenvalue:
         """The smallest eigenvalue of d^2C/dp^2 + lambda, C taken from the first `limit` samples or so."""
-        some = list(First(self.batches, limit))
+        some = list(enumerate(First(self.batches, limit)))
         size, like = sum(p.numel() for p in parameters), parameters[0].detach()
         with self._differentiable(parameters, alone=True):
             product = self._product(parameters, decay, some)
             return smallest_eigenvalue(product, size, steps=steps, like=like, sign=True)
 
     def bend(
-        self, parameters: Sequence[nn.Parameter], decay: Tensor, along: Tensor, limit: int
+        self, parameters: Sequence[nn.Parameter], decay: Tensor, along: Tensor, seen: int, limit: int
     ) -> tuple[float, float]:
-        """v . (d^2C/dp^2 + lambda) v along a unit vector v, on some `limit` samples, and how far off that may
-        be (95 %): not at all, if these are the whole dataset."""
-        values, total = [], 0
+        """v . (d^2C/dp^2 + lambda) v along a unit vector v, on some `limit` samples behind the first `seen`,
+        and how far off that may be (95 %). If there are no more, on the whole dataset: then it is exact."""
+        along, rows, total, whole = along.to(parameters[0].dtype), [], 0, True
         with self._differentiable(parameters, alone=True):
-            for batch in First(self.batches, limit):
-                values.append(float(along @ self._product(parameters, decay, [batch])(along)))
+            for place, batch in enumerate(self.batches):
+                if total >= seen + limit:
+                    whole = False
+                    break
+                product = self._product(parameters, decay, [(place, batch)])
+                rows.append((total, samples(batch), float(along @ product(along))))
                 total += samples(batch)
-        mean = statistics.mean(values)
-        if total >= self.pruner.dataset_size:
+        rows = rows if whole else [row for row in rows if row[0] >= seen]
+        weights = [size for _, size, _ in rows]
+        mean = sum(size * value for _, size, value in rows) / sum(weights)
+        if whole:
             return mean, 0.0
-        if len(values) < 2:
+        if len(rows) < 2:
             return mean, math.inf
-        return mean, student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        square = sum(size * (value - mean) ** 2 for _, size, value in rows) / sum(weights)
+        return mean, student(len(rows) - 1) * math.sqrt(square / (len(rows) - 1))
 
     def _product(
-        self, parameters: Sequence[nn.Parameter], decay: Tensor, batches: Iterable[Any]
+        self, parameters: Sequence[nn.Parameter], decay: Tensor, batches: Sequence[tuple[int, Any]]
     ) -> Callable[[Tensor], Tensor]:
-        """v -> (d^2C/dp^2 + lambda) v."""
+        """v -> (d^2C/dp^2 + lambda) v, on batches with their places."""
         shapes = [p.shape for p in parameters]
 
         def product(v: Tensor) -> Tensor:
             split = zip(v.split([s.numel() for s in shapes]), shapes, strict=True)
             parts = [part.view(s) for part, s in split]
             image, total = torch.zeros_like(v), 0
-            for batch in batches:
-                first = _gradients(self.loss(batch), parameters, again=True)
+            for place, batch in batches:
+                first = _gradients(self._loss(batch, place), parameters, again=True)
                 moving = [(g, part) for g, part in zip(first, parts, strict=True) if g.requires_grad]
                 along = sum((g * part).sum() for g, part in moving)
                 if moving:  # else the loss is linear in them
@@ -123,18 +129,27 @@ class Cost:
 
     def differentiate_twice(self, parameters: Sequence[nn.Parameter]) -> None:
         """On one batch, through every operator: asked for single gradients, PyTorch leaves out those that
-        cannot, without a word."""
+        cannot, without a word. Hooks of the user's, which may take a step, hear nothing of it."""
         kept = [(p, p.grad) for p in self.pruner.model.parameters()]
+        hooks = [p._post_accumulate_grad_hooks for p, _ in kept if p._post_accumulate_grad_hooks]
+        heard = [dict(some) for some in hooks]
         try:
+            for some in hooks:
+                some.clear()
             self.pruner.model.zero_grad()
             with self._differentiable(parameters):
-                first = _gradients(self.loss(next(iter(self.batches))), parameters, again=True)
+                first = _gradients(self._loss(next(iter(self.batches)), 0), parameters, again=True)
                 along = [g.square().sum() for g in first if g.requires_grad]
                 if along:
                     torch.stack(along).sum().backward()
         finally:
             for p, gradient in kept:
                 p.grad = gradient
+            for some, old in zip(hooks, heard, strict=True):
+                some.update(old)
+
+    def _loss(self, batch: Any, place: int) -> Tensor:
+        return rolled(self.pruner.model, self.loss, batch, place)
 
     @contextmanager
     def _differentiable(self, parameters: Sequence[nn.Parameter], *, alone: bool = False) -> Iterator[None]:

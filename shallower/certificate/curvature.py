@@ -16,12 +16,14 @@ class Eigenvalue:
     """What Lanczos knows of the smallest eigenvalue after `steps` products.
 
     The smallest is at most `value`, and some eigenvalue lies within `residual` of it. With a probability of
-    95 % over the random start, the smallest is at least `value - gap`.
+    95 % over the random start, the smallest is at least `value - gap`. All up to `rounding`, that of the
+    products.
     """
 
     value: float
     residual: float
     gap: float
+    rounding: float
     steps: int
     vector: Tensor
 
@@ -37,36 +39,47 @@ def smallest_eigenvalue(
 ) -> Eigenvalue:
     """The smallest eigenvalue of the matrix A with `product(v) = A v`, with full reorthogonalisation.
 
-    With `sign`, it ends as soon as the eigenvalue is known to be positive, or to be negative within 10 %, or
-    when after PATIENCE steps the rest of them would not tell either.
+    `product` takes and gives vectors `like` a tensor; all else is done in double precision, for rounding
+    makes the basis lose its orthogonality, and values come out that are none. With `sign`, it ends as soon
+    as the eigenvalue is known to be positive, or to be negative within 10 %, or when after PATIENCE steps
+    the rest of them would not tell either.
     """
     if steps < 1:
         raise ValueError(f"Found steps={steps}; Lanczos needs at least one product.")
     device, dtype = (like.device, like.dtype) if like is not None else (torch.device("cpu"), torch.float64)
+
+    def image_of(v: Tensor) -> Tensor:
+        return product(v.to(dtype)).double()
+
     start = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    basis = [(start / start.norm()).to(device, dtype)]
+    basis = (start / start.norm()).to(device)[None]
     diagonal: list[float] = []
     beside: list[float] = []
     while True:
-        image = product(basis[-1])
+        image = image_of(basis[-1])
         diagonal.append(float(torch.dot(image, basis[-1])))
         for _ in range(2):  # once is not enough in floating point
-            image = image - torch.stack(basis).T @ (torch.stack(basis) @ image)
+            image = image - basis.T @ (basis @ image)
         beside.append(float(image.norm()))
-        # The space that the start spans may be used up; a random start has a part in every eigenspace.
-        used_up = beside[-1] <= 1e-10 * max(map(abs, diagonal)) or len(basis) == size
         values, vectors = _ritz(diagonal, beside)
         value, number = float(values[0]), len(diagonal)
-        residual = 0.0 if used_up else abs(beside[-1] * float(vectors[-1, 0]))
+        rounding = 64 * torch.finfo(dtype).eps * float(values.abs().max())
+        # The space that the start spans may be used up; a random start has a part in every eigenspace.
+        used_up = beside[-1] <= rounding or number == size
         spread = float(values[-1] - values[0])
+        residual = abs(beside[-1] * float(vectors[-1, 0]))
         gap = 0.0 if used_up else _gap(size, number, spread)
         known = value - gap > 0 or (value < 0 and residual < 0.1 * -value)
         in_vain = number >= PATIENCE and 0 < value < _gap(size, steps, spread)
         if used_up or number == steps or (sign and (known or in_vain)):
             break
-        basis.append(image / beside[-1])
-    vector = torch.stack(basis).T @ vectors[:, 0].to(device, dtype)
-    return Eigenvalue(value, residual, gap, number, vector / vector.norm())
+        basis = torch.cat([basis, image[None] / beside[-1]])
+    vector = basis.T @ vectors[:, 0].to(device)
+    vector = vector / vector.norm()
+    image = image_of(vector)  # whatever went before, this is a bound, and its error
+    value = float(vector @ image)
+    residual = float((image - value * vector).norm())
+    return Eigenvalue(value, residual, gap, rounding, number, vector)
 
 
 def _ritz(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[Tensor, Tensor]:

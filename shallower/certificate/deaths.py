@@ -13,7 +13,8 @@ the region; here they are what was seen in the block's last steps, so they are t
 region too large. The first-order estimate of a closed gate is w . grad C(0), which serves for both: along
 t w, 0 <= t <= 1, the way that w takes once theta is 0, a loss that is convex in the last layer gains at most
 t times that. An estimator that measures C1 - C0 itself (`flip`) says nothing of the points between: eta is
-then how the measured change moved with |w|, and unknown if |w| did not move.
+then how the measured change moved with |w|, and unknown if |w| did not move. The theorem is about w and theta
+that follow their slopes at one rate; where w is the faster by far, a block may grow out of A0.
 """
 
 import math
@@ -35,7 +36,8 @@ MOVED = 0.01  # of |w|, between two rows that tell how the change moved with it
 class Death:
     """A removed block, as it was in its last steps.
 
-    dead: it was in A0. dying: theta was pushed to 0, and would have been so all the way to w = 0.
+    dead: it was in A0, as that was seen. dying: theta was pushed to 0, and would have been so all the way to
+    w = 0.
     """
 
     block: str
@@ -47,15 +49,9 @@ class Death:
     lyapunov: tuple[float, ...]  # Lambda over its last steps, the oldest first
     kappa: float  # at least
     eta: float  # at least; nan if it is not known
-    radius: float  # of A0, in (w, theta), at most; nan if eta is not known
+    radius: float  # of A0, in (w, theta), at most; nan if eta is not known, or nothing is to be paid
     entered: int | None  # the first of its last steps from which on it was in A0
     finding: Finding
-
-    @property
-    def falls(self) -> bool:
-        """Whether Lambda was lower in the second half of the last steps than in the first."""
-        half = len(self.lyapunov) // 2
-        return half > 0 and sum(self.lyapunov[-half:]) < sum(self.lyapunov[:half])
 
 
 def deaths(pruner: Pruner) -> list[Death]:
@@ -70,9 +66,9 @@ def deaths(pruner: Pruner) -> list[Death]:
 
 def _death(event: Removal, rows: Sequence[Vital], price: float, exact: bool) -> Death:
     values = tuple((row.norm**2 + row.theta**2) / 2 for row in rows)  # (11)
-    kappa = max((abs(row.change) / row.norm for row in rows if row.norm > 0), default=math.nan)
+    kappa = max((abs(row.change) / row.norm for row in rows if row.norm > 0), default=0.0)
     eta = _secant(rows) if exact else kappa
-    radius = min(price / (kappa + eta), 1.0) if kappa + eta != 0 else 1.0  # (12)
+    radius = min(price / (kappa + eta), 1.0) if kappa + eta != 0 else min(price * math.inf, 1.0)  # (12)
     last = rows[-1] if rows else Vital(event.step, event.theta, math.nan, math.nan, math.nan)
     slope, entered = last.change + price, _entered(rows, values, radius)
     reach = eta * last.norm if exact else -last.change  # the most it could earn on its way to w = 0

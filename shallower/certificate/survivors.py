@@ -7,6 +7,7 @@
 C1 and C0 are costs over the whole dataset, N times the mean loss, with the block and without it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,8 +36,8 @@ class Survivor:
     estimate: float | None  # what the first-order estimator makes of it: -w . grad C1, if w is the last layer
     norm: float  # |w|
     rest: float  # O3: |grad C1 + lambda w| against what single samples and the decay pull; 0 at rest
-    curvature: float | None  # O1: the smallest eigenvalue of grad^2 C1 + lambda is at most this, ...
-    residual: float | None  # ... on the samples of Lanczos, some eigenvalue lies within this of it, ...
+    curvature: float | None  # O1: of grad^2 C1 + lambda, in the direction where Lanczos found the least
+    residual: float | None  # on its samples, some eigenvalue lies within this of the value there, ...
     gap: float | None  # ... and, with 95 %, the smallest at most that much below
     minimum: Minimum | None  # whether O1 holds, so far as these samples tell
     verdict: Verdict
@@ -61,19 +62,17 @@ class _Bent:
 
 
 def _bent(cost: Cost, w: Sequence[nn.Parameter], decay: Tensor, limit: int, steps: int) -> _Bent:
-    """O1 by Lanczos on a sample; a direction of negative curvature is held against CHECK times as much."""
+    """O1 by Lanczos on some samples; the direction that it finds is tried on CHECK times as many others."""
     if steps == 0:
         return _Bent()
     found = cost.curvature(w, decay, limit, steps)
-    value, says = found.value, _positive(found.value - found.gap)
-    if value < 0:
-        value, error = cost.bend(w, decay, found.vector, CHECK * limit)
-        says = "violated" if value + error < 0 else "open"
-    return _Bent(value, found.residual, found.gap, says)
-
-
-def _positive(bound: float) -> Minimum:
-    return "holds" if bound >= 0 else "open"
+    value, error = cost.bend(w, decay, found.vector, limit, CHECK * limit)
+    minimum: Minimum = "open"
+    if value + error < -found.rounding:
+        minimum = "violated"
+    elif found.value - found.gap >= 0 and value - error >= 0:
+        minimum = "holds"
+    return _Bent(value, found.residual, found.gap, minimum)
 
 
 def decays(optimizer: Optimizer, size: int) -> dict[nn.Parameter, float]:
@@ -84,10 +83,11 @@ def decays(optimizer: Optimizer, size: int) -> dict[nn.Parameter, float]:
 
 
 def rest(slopes: Sequence[Slope], pull: Sequence[Tensor]) -> float:
-    """|dC/dw + lambda w|, against what samples pull one by one (rms) and the decay: 0 at rest, 1 at most."""
+    """|dC/dw + lambda w|, against what samples pull one by one (rms) and the decay: 0 at rest, 1 at most;
+    nan of nothing."""
     left = _norm([slope.mean + p for slope, p in zip(slopes, pull, strict=True)])
     scale = sum(slope.square for slope in slopes) ** 0.5 + _norm(pull)
-    return left / scale if scale > 0 else 0.0
+    return left / scale if scale > 0 else 0.0 if slopes else math.nan
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

@@ -77,6 +77,10 @@ def certify_run(
     found = certify(run.model, run.pruner, batches, loss, score=score, **options)
     if recipe.augment:
         found.notes.append(AS_THEY_ARE)
+    if run.machine.bf16:
+        found.notes.append(
+            "The network was trained with bfloat16 autocast, and is checked in full precision."
+        )
     write_text(folder / CERTIFICATE, json.dumps(found.as_dict(), indent=2))
     return found
 
