@@ -7,112 +7,18 @@ from functools import partial
 from typing import Any
 
 import pytest
-import scipy.optimize
 import scipy.stats
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from small import WIDTH, finalized, normed, small
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from shallower import Pruner, Residual, certify, first_order, flip
-from shallower.certificate import Certificate, Death, price_ladder, smallest_eigenvalue
-from shallower.certificate.curvature import CONFIDENCE, PATIENCE, _gap
-from shallower.certificate.deaths import deaths
+from shallower import Pruner, Residual, certify
+from shallower.certificate import Certificate
 from shallower.certificate.survivors import verdict
 from shallower.cli import app
-from shallower.vitals import EVERY, Vital, Vitals
-from shallower.worth import Measured, Worth, measured
-
-WIDTH = 4
-
-
-def symmetric(size: int, seed: int) -> Tensor:
-    values = torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return values + values.T
-
-
-@settings(max_examples=30, deadline=None)
-@given(size=st.integers(1, 40), seed=st.integers(0, 1000), steps=st.integers(1, 12))
-def test_the_smallest_eigenvalue_is_at_most_what_lanczos_says_and_one_lies_within_its_residual(
-    size: int, seed: int, steps: int
-) -> None:
-    matrix = symmetric(size, seed)
-    exact = torch.linalg.eigvalsh(matrix)
-    found = smallest_eigenvalue(lambda v: matrix @ v, size, steps=steps, seed=seed + 1)
-    assert found.value >= float(exact[0]) - 1e-9
-    assert float((exact - found.value).abs().min()) <= found.residual + 1e-8
-    left = matrix @ found.vector - found.value * found.vector
-    assert found.residual == pytest.approx(float(left.norm()), abs=1e-8)
-    assert float(found.vector @ matrix @ found.vector) == pytest.approx(found.value, abs=1e-8)
-    if found.steps == size:
-        assert found.value == pytest.approx(float(exact[0]), abs=1e-8)
-        assert found.gap == 0.0
-
-
-def test_the_bound_below_the_eigenvalue_holds_for_nearly_all_random_starts() -> None:
-    matrix = symmetric(60, 0)
-    exact = float(torch.linalg.eigvalsh(matrix)[0])
-    found = [smallest_eigenvalue(lambda v: matrix @ v, 60, steps=8, seed=seed) for seed in range(100)]
-    assert all(one.value >= exact for one in found)
-    assert sum(one.value - one.gap <= exact for one in found) >= 95
-    assert min(one.value - exact for one in found) > 1e-3  # so the bound is needed
-
-
-def test_a_start_that_spans_no_more_ends_early() -> None:
-    found = smallest_eigenvalue(lambda v: 3.0 * v, 50, steps=20)
-    assert (found.steps, found.gap) == (1, 0.0)
-    assert found.residual == pytest.approx(0.0, abs=1e-12)
-    assert found.value == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize(("low", "steps"), [(-50.0, 40), (90.0, 40)])
-def test_asked_for_the_sign_it_ends_when_that_is_known(low: float, steps: int) -> None:
-    values = torch.cat([torch.tensor([low]), torch.linspace(100.0, 101.0, 499)]).double()
-    found = smallest_eigenvalue(lambda v: values * v, 500, steps=steps, sign=True)
-    full = smallest_eigenvalue(lambda v: values * v, 500, steps=steps)
-    assert found.steps < full.steps
-    assert (found.value - found.gap > 0) if low > 0 else (found.value < 0)
-    assert float(found.vector @ (values * found.vector)) == pytest.approx(found.value)
-
-
-def test_it_gives_up_where_the_rest_of_the_steps_would_not_tell() -> None:
-    """The smallest is 1e-3 of a spread of 1e3: with 95 %, that is decided after many more steps than 60."""
-    values = torch.logspace(-3, 3, 500, dtype=torch.float64)
-    found = smallest_eigenvalue(lambda v: values * v, 500, steps=60, sign=True)
-    assert found.steps == PATIENCE
-    assert smallest_eigenvalue(lambda v: values * v, 500, steps=60).steps == 60
-
-
-@pytest.mark.parametrize(("size", "steps"), [(50, 8), (10_000, 30), (10_000, 100)])
-def test_the_gap_is_what_the_bound_leaves_at_both_ends(size: int, steps: int) -> None:
-    """By solving the bound for e, and the spread found = (1 - 2 e) of the whole for the whole."""
-
-    def chance(e: float) -> float:
-        return 1.648 * math.sqrt(size) * math.exp(-math.sqrt(e) * (2 * steps - 1)) - (1 - CONFIDENCE) / 2
-
-    e = float(scipy.optimize.brentq(chance, 1e-9, 0.5))
-    whole = 7.0 / (1 - 2 * e)
-    assert _gap(size, steps, 7.0) == pytest.approx(e * whole)
-    assert _gap(size, 1, 7.0) == math.inf
-
-
-@pytest.mark.parametrize("steps", [30, 150, 400])
-def test_in_single_precision_it_stays_a_bound(steps: int) -> None:
-    """A matrix of rank 40 and a decay: the space is used up after 41 steps, and noise begins."""
-    dice = torch.Generator().manual_seed(0)
-    low = torch.randn(300, 40, generator=dice)
-    matrix = low @ low.T + 0.4 * torch.eye(300)
-    found = smallest_eigenvalue(lambda v: matrix @ v, 300, steps=steps, like=matrix)
-    exact = float(torch.linalg.eigvalsh(matrix.double())[0])
-    assert found.value >= exact - found.rounding
-    assert found.rounding < 0.05 * exact
-    if steps > 41:
-        assert found.steps <= 50
-        assert found.value == pytest.approx(exact, abs=found.rounding + found.residual)
-        assert found.residual < 0.01 * exact
-
+from shallower.worth import Worth
 
 # -- a problem that can be solved by hand --------------------------------------------------------------
 
@@ -251,41 +157,6 @@ def test_the_verdict_is_where_the_interval_lies(benefit: float, error: float, sa
 # -- a small network -----------------------------------------------------------------------------------
 
 
-def branch() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-
-Small = tuple[nn.Sequential, Pruner, list[tuple[Tensor, Tensor]], Any]
-
-
-def small(steps: int = 130, *, tolerance: float = 0.3, decay: float = 0.01) -> Small:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Residual(branch()) for _ in range(4)), nn.Linear(WIDTH, 3)).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=decay)
-    options: dict[str, Any] = {"theta": 0.5, "theta_lr": 5e-3, "tolerance": tolerance}
-    pruner = Pruner(model, optimizer, dataset_size=60, log_gamma=-2.0, **options)
-    x = torch.randn(60, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    y = (x[:, 0] > 0).long() + (x[:, 1] * x[:, 2] > 0)
-    batches = [(x[i : i + 20], y[i : i + 20]) for i in range(0, 60, 20)]
-
-    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss(batches[step % 3]).backward()
-        optimizer.step()
-        pruner.step()
-    return model, pruner, batches, loss
-
-
-def finalized(**options: Any) -> Small:
-    model, pruner, batches, loss = small(**options)
-    pruner.finalize(0.3)
-    assert 2 <= len(pruner.alive) < 4
-    return model, pruner, batches, loss
-
-
 def test_curvature_is_that_of_the_whole_hessian() -> None:
     model, pruner, batches, loss = finalized()
     rows = certify(
@@ -372,35 +243,6 @@ def test_a_branch_that_ends_in_no_affine_map_has_no_first_order_estimate_and_it_
     assert any("0: the branch does not end in an affine map" in note for note in found.notes)
 
 
-def normed() -> Small:
-    """Two blocks with BatchNorm, and a dropout."""
-    torch.manual_seed(0)
-    blocks = [
-        Residual(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4)))
-        for _ in range(2)
-    ]
-    model = nn.Sequential(*blocks, nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    pruner = Pruner(model, optimizer, dataset_size=60, log_gamma=-1.0, theta=1.0, theta_lr=1e-6)
-    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    y = (x[:, 0] * x[:, 1] > 0).long()
-    batches = [(x[i : i + 20], y[i : i + 20]) for i in range(0, 60, 20)]
-
-    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    for step in range(60):
-        optimizer.zero_grad()
-        loss(batches[step % 3]).backward()
-        optimizer.step()
-        pruner.step()
-    pruner.finalize()
-    with torch.no_grad():
-        for name in "01":  # so that what follows sees whether they are there
-            model.get_submodule(name).branch[3].weight.mul_(5.0)
-    return model, pruner, batches, loss
-
-
 def test_the_network_is_certified_as_in_training_whatever_its_mode() -> None:
     model, pruner, batches, loss = normed()
     modes = [certify(model.train(mode), pruner, batches, loss).as_dict() for mode in (True, False)]
@@ -416,61 +258,6 @@ def test_the_network_is_certified_as_in_training_whatever_its_mode() -> None:
         here = sum(float(loss(batch)) * 20 for batch in batches)
     assert frozen.survivors[0].benefit == pytest.approx(gone - here)
     assert not model[3].training
-
-
-def test_a_rung_is_scored_with_statistics_of_its_own_network() -> None:
-    """By hand: the network without the block, its BatchNorm fed with the same batches."""
-    model, pruner, batches, loss = normed()
-    before = copy.deepcopy(model.state_dict())
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-
-    def score(net: nn.Module = model) -> float:
-        net.eval()
-        with torch.no_grad():
-            return float(F.cross_entropy(net(x), y))
-
-    rungs = price_ladder(pruner, batches, loss, score)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert all(m.momentum == 0.1 for m in model.modules() if isinstance(m, nn.BatchNorm1d))
-    bare = copy.deepcopy(model)
-    bare[int(rungs[0].block)] = nn.Identity()
-    stale = score(bare)
-    for m in bare.modules():
-        if isinstance(m, nn.BatchNorm1d):
-            m.reset_running_stats()
-            m.momentum = None
-    bare.train()
-    bare[2].eval()
-    with torch.no_grad():
-        for batch in batches:
-            bare(batch[0])
-    assert rungs[0].score == pytest.approx(score(bare))
-    assert stale != pytest.approx(score(bare), rel=1e-3)
-
-
-def test_the_ladder_goes_by_the_price_that_each_block_is_asked() -> None:
-    _, pruner, batches, loss = finalized()
-    plain = price_ladder(pruner, batches, loss)
-    last = plain[-1].block
-    pruner.multipliers[pruner.names.index(last)] = 1e6  # it is asked so much that it goes first
-    rungs = price_ladder(pruner, batches, loss)
-    assert rungs[0].block == last
-    assert rungs[0].price == pytest.approx(rungs[0].benefit)
-    assert rungs[0].log_gamma == pytest.approx(-rungs[0].benefit / 1e6)
-    assert rungs[1].log_gamma == -rungs[1].price
-
-
-def test_a_ladder_on_some_of_the_data_starts_from_what_all_of_them_said() -> None:
-    model, pruner, batches, loss = finalized()
-    found = certify(model, pruner, batches, loss, curvature_steps=0, ladder_samples=20)
-    earned = {row.block: row.benefit for row in found.survivors}
-    first, second = found.ladder[:2]
-    assert first.benefit == min(earned.values()) == earned[first.block]
-    others = [name for name in pruner.alive if name != first.block]
-    with pruner.without(first.block):
-        few = measured(pruner, others, batches[:1], loss)
-    assert second.benefit == min(few.benefits.values())
-    assert second.loss == pytest.approx(first.loss + second.benefit / 60)
 
 
 def test_compiled_blocks_have_their_curvature_too() -> None:
@@ -580,22 +367,6 @@ def test_in_half_precision_there_is_no_curvature_and_it_is_said() -> None:
     assert any("half precision" in note for note in found.notes)
 
 
-def test_a_rung_costs_at_least_as_much_as_those_above(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where what is left earns less, once another has gone."""
-    _, pruner, batches, loss = finalized()
-    names = pruner.alive
-    earns = iter([dict.fromkeys(names, 5.0), *({name: value for name in names} for value in (2.0, 9.0))])
-
-    def measure(pruner: Pruner, left: list[str], *rest: Any) -> Measured:
-        now = next(earns)
-        return Measured({n: now[n] for n in left}, dict.fromkeys(left, 0.0), 1.0, 3, 60)
-
-    monkeypatch.setattr("shallower.certificate.ladder.measured", measure)
-    rungs = price_ladder(pruner, batches, loss)
-    assert [r.benefit for r in rungs] == [5.0, 2.0, 9.0][: len(rungs)]
-    assert [r.price for r in rungs] == [5.0, 5.0, 9.0][: len(rungs)]
-
-
 def test_the_price_is_that_of_the_last_step() -> None:
     model, pruner, batches, loss = finalized()
     pruner.log_gamma = lambda step: -float(step)
@@ -643,29 +414,6 @@ def test_a_certificate_changes_nothing() -> None:
         assert (p.grad is None) if old is None else torch.equal(p.grad, old)
     assert torch.equal(torch.get_rng_state(), dice)
     assert [m.training for m in model.modules()] == modes
-
-
-def test_the_ladder_takes_the_least_first_and_measures_the_others_again() -> None:
-    model, pruner, batches, loss = finalized()
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-
-    def mean() -> float:
-        with torch.no_grad():
-            return float(F.cross_entropy(model(x), y))
-
-    seen: list[float] = []
-    rungs = price_ladder(pruner, batches, loss, lambda: seen.append(mean()) or seen[-1])
-    assert [r.left for r in rungs] == list(range(len(pruner.alive)))[::-1]
-    assert {r.block for r in rungs} == set(pruner.alive)
-    assert [r.score for r in rungs] == seen
-    losses = [mean(), *seen]
-    for rung, before, after in zip(rungs, losses, losses[1:], strict=False):
-        assert rung.loss == pytest.approx(after)
-        assert rung.benefit == pytest.approx(60 * (after - before))
-    assert [r.price for r in rungs] == pytest.approx(
-        [max(r.benefit for r in rungs[: k + 1]) for k in range(len(rungs))]
-    )
-    assert mean() == pytest.approx(losses[0])  # all of them are back
 
 
 @pytest.mark.parametrize("wrong", ["early", "finished", "iterator", "another"])
@@ -725,142 +473,6 @@ def test_a_loss_that_cannot_be_differentiated_twice_is_said_and_the_rest_is_meas
     assert all(row.curvature is None for row in found.survivors)
     assert len(found.notes) == 1
     assert "O1 was not checked" in found.notes[0]
-
-
-# -- the removed ---------------------------------------------------------------------------------------
-
-
-def test_vital_signs_are_the_rate_and_the_norm_of_the_last_layer() -> None:
-    model, pruner, _, _ = small(EVERY, tolerance=0.0)
-    for name in pruner.alive:
-        (row,) = pruner.vitals.rows[name]
-        last = model.get_submodule(name).branch[2]
-        exact = math.sqrt(sum(p.detach().square().sum().item() for p in last.parameters()))
-        assert (row.step, row.theta) == (EVERY, pruner.thetas[name])
-        assert row.norm == pytest.approx(exact, rel=1e-6)
-
-
-def test_the_last_row_of_a_removed_block_is_of_the_step_of_its_removal() -> None:
-    _, pruner, _, _ = small()
-    assert pruner.events
-    for event, death in zip(pruner.events, deaths(pruner), strict=True):
-        assert pruner.vitals.rows[event.block][-1].step == event.step == death.step
-        assert death.theta == event.theta
-        assert event.block not in pruner.vitals.weights
-
-
-def test_vital_signs_are_resumed() -> None:
-    _, pruner, _, _ = small(70)
-    _, other, _, _ = small(10)
-    other.load_state_dict(pruner.state_dict())
-    assert other.vitals.rows == pruner.vitals.rows
-    assert torch.equal(other.vitals.change, pruner.vitals.change)
-    assert torch.equal(other.vitals.noise, pruner.vitals.noise)
-
-
-def evidence(rows: list[Vital], price: float, *, estimator: Any = None, multiplier: float = 1.0) -> Death:
-    """What is found of a removed block with these last rows."""
-    _, pruner, _, _ = small()
-    first = pruner.events[0].block
-    pruner.log_gamma = lambda step: -price
-    pruner.multipliers[pruner.names.index(first)] = multiplier
-    pruner.estimator = estimator or pruner.estimator
-    kept = pruner.vitals.rows[first]
-    kept.clear()
-    kept.extend(rows)
-    return deaths(pruner)[0]
-
-
-@pytest.mark.parametrize(
-    ("rows", "finding", "entered"),
-    [
-        # theta, |w|, C1 - C0; kappa = 2 and a price of 8 make a radius of min(8 / 4, 1) = 1.
-        ([(0.5, 0.9, -1.8), (0.2, 0.6, -1.2)], "dead", 1),
-        ([(0.5, 0.9, -1.8), (0.2, 0.6, 0.0)], "dead", 1),
-        ([(2.0, 3.0, -6.0), (0.1, 2.0, -4.0)], "dying", None),
-        ([(0.1, 2.0, -4.0), (0.3, 3.5, -7.0)], "undecided", None),  # 1 nat, and its error is as large
-        ([(0.1, 2.0, 9.0), (0.3, 3.5, 9.0)], "dying", None),  # it does harm
-        ([(0.1, 0.5, -1.0), (0.2, 5.0, -10.0)], "undecided", None),  # it was in A0, and has left it
-        ([(0.1, 1.5, -3.0), (0.2, 0.9, -1.8), (0.1, 0.4, -0.8)], "dead", 1),
-        ([], "undecided", None),
-    ],
-)
-def test_the_evidence_is_weighed(rows: list[tuple], finding: str, entered: int | None) -> None:
-    kept = [Vital(step, *row, noise=1.0) for step, row in enumerate(rows)]
-    found = evidence(kept, 8.0)
-    assert (found.finding, found.entered) == (finding, entered)
-    assert found.lyapunov == pytest.approx([(w * w + t * t) / 2 for t, w, _ in rows])
-    if rows:
-        assert found.kappa == found.eta == pytest.approx(max(abs(c) / w for _, w, c in rows))
-        assert found.slope == pytest.approx(8.0 + rows[-1][2])
-        assert found.noise == 1.0
-
-
-def test_the_radius_is_the_price_of_the_block_against_what_it_can_do() -> None:
-    row = Vital(1, 0.001, 0.1, -1.6, 0.0)  # kappa = eta = 16
-    assert evidence([row], 8.0).radius == pytest.approx(8.0 / 32)
-    twice = evidence([row], 8.0, multiplier=2.0)
-    assert (twice.radius, twice.slope) == (pytest.approx(16.0 / 32), pytest.approx(16.0 - 1.6))
-
-
-def test_at_the_dead_point_itself_a_block_is_dead_if_there_is_a_price() -> None:
-    rows = [Vital(0, 0.1, 0.0, 0.0, 0.0), Vital(1, 0.0, 0.0, 0.0, 0.0)]
-    assert (evidence(rows, 8.0).finding, evidence(rows, 8.0).kappa) == ("dead", 0.0)
-    assert evidence(rows, 0.0).finding == "undecided"
-
-
-def test_the_price_of_a_removed_block_is_that_of_the_step_that_removed_it() -> None:
-    """Which is the one before: `step` counts it already when a block goes."""
-    _, pruner, _, _ = small()
-    pruner.log_gamma = lambda step: -float(step)
-    for death in deaths(pruner):
-        last = pruner.vitals.rows[death.block][-1]
-        assert death.slope == pytest.approx(last.change + death.step - 1)
-
-
-def test_an_exact_estimate_knows_eta_by_how_the_change_moves_with_w() -> None:
-    rows = [Vital(0, 0.1, 2.0, -3.0, 0.0), Vital(1, 0.1, 1.0, -1.0, 0.0), Vital(2, 0.1, 1.001, 5.0, 0.0)]
-    found = evidence(rows, 8.0, estimator=flip)
-    assert (found.kappa, found.eta) == (pytest.approx(5 / 1.001), pytest.approx(2.0))
-    assert evidence(rows, 3.0, estimator=flip).radius == pytest.approx(3.0 / (5 / 1.001 + 2.0))
-    assert math.isnan(evidence(rows[:1], 8.0, estimator=flip).radius)
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_block_that_would_come_back_is_not_called_dead(exact: bool) -> None:
-    """C1 - C0 = (w^2 - w) / 2 at w = 0.95: worth 0.024 against a price of 0.05, but 0.125 when w has decayed
-    to 0.5. What a closed gate estimates is the slope at w = 0, times w."""
-    w, price = 0.95, 0.05
-    row = Vital(1, 0.01, w, (w * w - w) / 2 if exact else -w / 2, 0.0)
-    assert evidence([row], price, estimator=flip if exact else first_order).finding == "undecided"
-
-
-def test_the_noise_of_the_change_is_its_standard_error() -> None:
-    """Over 400 blocks with the same noise: their running means lie as far from the truth as each one says."""
-    found = Vitals({str(n): [] for n in range(400)})
-    dice = torch.Generator().manual_seed(0)
-    found.learn(torch.ones(400, dtype=torch.float64))
-    assert found.noise.isinf().all()  # of one
-    found = Vitals({str(n): [] for n in range(400)})
-    for steps in (3, 20, 200):
-        for _ in range(steps - found.learned):
-            found.learn(3.0 + 2.0 * torch.randn(400, generator=dice, dtype=torch.float64))
-        off = float((found.change - 3.0).square().mean().sqrt())
-        assert float(found.noise.square().mean().sqrt()) == pytest.approx(off, rel=0.15)
-
-
-def test_a_state_without_noise_is_taken_and_leaves_its_findings_open() -> None:
-    """As version 0.1 wrote it."""
-    _, pruner, _, _ = small()
-    state = pruner.state_dict()
-    kept = state["vitals"]
-    del kept["square"], kept["learned"]
-    for rows in kept["rows"].values():
-        for row in rows:
-            del row["noise"]
-    _, other, _, _ = small(10)
-    other.load_state_dict(state)
-    assert all(math.isnan(death.noise) and death.finding != "dying" for death in deaths(other))
 
 
 # -- the command ---------------------------------------------------------------------------------------
