@@ -87,8 +87,8 @@ class Return:
 def returns(chosen: Recipe, task: data.Task, seed: int, *, epochs: int, number: int = 3) -> list[Return]:
     """The blocks that were removed first, put back one at a time with new weights, and trained with the rest.
 
-    Such a block would have been useful if training with it, rather than without it for as many epochs, saves
-    more of the objective than its price.
+    The last third of these epochs is at the rate of fine-tuning. Such a block would have been useful if
+    training with it, rather than without it for as many epochs, saves more of the objective than its price.
     """
     run = Run(chosen, task, seed=seed, machine=Machine("cpu"))
     assert run.pruner is not None
@@ -98,7 +98,11 @@ def returns(chosen: Recipe, task: data.Task, seed: int, *, epochs: int, number: 
 
     def trained(model: nn.Module) -> tuple[float, float]:
         run.loader.load_state_dict(start)  # all see the same batches
-        _train(run, model, _adam(run, model), epochs)
+        optimizer, last = _adam(run, model), max(1, epochs // 3)
+        _train(run, model, optimizer, epochs - last)
+        for group in optimizer.param_groups:  # at the full rate, the loss is as noisy as what is looked for
+            group["lr"] = chosen.finetune_lr or chosen.lr / 10
+        _train(run, model, optimizer, last)
         return _objective(run, model), _accuracy(run, model)
 
     alone = trained(copy.deepcopy(run.model))
