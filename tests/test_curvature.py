@@ -60,6 +60,7 @@ def test_asked_for_the_sign_it_ends_when_that_is_known(low: float, steps: int) -
     full = smallest_eigenvalue(lambda v: values * v, 500, steps=steps)
     assert found.steps < full.steps
     assert (found.value - found.gap > 0) if low > 0 else (found.value < 0)
+    assert low > 0 or found.residual < 0.1 * -found.value
     assert float(found.vector @ (values * found.vector)) == pytest.approx(found.value)
 
 
@@ -98,3 +99,11 @@ def test_in_single_precision_it_stays_a_bound(steps: int) -> None:
         assert found.steps <= 50
         assert found.value == pytest.approx(exact, abs=found.rounding + found.residual)
         assert found.residual < 0.01 * exact
+
+
+def test_a_negative_eigenvalue_is_known_within_a_tenth() -> None:
+    """Of many that lie close, the first negative value is far from the smallest."""
+    values = torch.linspace(-50.0, 100.0, 500, dtype=torch.float64)
+    found = smallest_eigenvalue(lambda v: values * v, 500, steps=200, sign=True)
+    assert found.residual < 0.1 * -found.value
+    assert 4 < found.steps < 200
