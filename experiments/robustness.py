@@ -193,8 +193,8 @@ def figure(rows: dict[str, list[Setting]], found: dict[str, list[Result]], path:
 def recovered(found: list[dict[str, int]]) -> str:
     sums = {key: sum(row[key] for row in found) for key in ("blocks", "low", "back", "alive_at_the_end")}
     return (
-        f"Of {sums['blocks']} rates in {len(found)} runs, {sums['low']} fell to {LOW}; {sums['back']} of "
-        f"them were above {BACK} again at some later step, {sums['alive_at_the_end']} at the end.\n"
+        f"Of {sums['blocks']} rates in {len(found)} runs, {sums['low']} fell to {LOW}. Above "
+        f"{BACK} again at some later step: {sums['back']}; at the end: {sums['alive_at_the_end']}.\n"
     )
 
 

@@ -41,8 +41,8 @@ def smallest_eigenvalue(
 
     `product` takes and gives vectors `like` a tensor; all else is done in double precision, for rounding
     makes the basis lose its orthogonality, and values come out that are none. With `sign`, it ends as soon
-    as the eigenvalue is known to be positive, or to be negative within 10 %, or when after PATIENCE steps
-    the rest of them would not tell either.
+    as the eigenvalue is known to be positive, or to be negative within 10 %, or after PATIENCE steps if it is
+    negative by then, or the rest of them would not show it to be positive.
     """
     if steps < 1:
         raise ValueError(f"Found steps={steps}; Lanczos needs at least one product.")
@@ -70,7 +70,7 @@ def smallest_eigenvalue(
         residual = abs(beside[-1] * float(vectors[-1, 0]))
         gap = 0.0 if used_up else _gap(size, number, spread)
         known = value - gap > 0 or (value < 0 and residual < 0.1 * -value)
-        in_vain = number >= PATIENCE and 0 < value < _gap(size, steps, spread)
+        in_vain = number >= PATIENCE and value < _gap(size, steps, spread)
         if used_up or number == steps or (sign and (known or in_vain)):
             break
         basis = torch.cat([basis, image[None] / beside[-1]])
