@@ -171,7 +171,7 @@ def table(rows: dict[str, list[Setting]], found: dict[str, list[Result]]) -> str
 
 
 def figure(rows: dict[str, list[Setting]], found: dict[str, list[Result]], path: Path) -> None:
-    """Accuracy and layers of every run, a panel for each claim."""
+    """Accuracy and layers of every run, a panel for each claim, seeds side by side."""
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(3 * len(rows), 4.5), layout="constrained")
@@ -179,11 +179,16 @@ def figure(rows: dict[str, list[Setting]], found: dict[str, list[Result]], path:
     for column, (claim, some) in enumerate(rows.items()):
         for place, row in enumerate(some):
             runs = found[row.label]
+            beside = [place + 0.08 * (seed - (len(runs) - 1) / 2) for seed in range(len(runs))]
             for line, values in enumerate(([r.test_accuracy for r in runs], [r.layers for r in runs])):
-                panels[line, column].plot([place] * len(values), values, "o", alpha=0.6, color="C0")
+                panels[line, column].plot(beside, values, "o", ms=5, alpha=0.7, color="C0")
         panels[0, column].set_title(claim)
+        labels = [row.label.removesuffix(" of PyTorch's").removesuffix(" layers") for row in some]
         for line in range(2):
-            panels[line, column].set_xticks(range(len(some)), [row.label for row in some], rotation=20)
+            panels[line, column].set(
+                xticks=range(len(some)), xticklabels=labels, xlim=(-0.5, len(some) - 0.5)
+            )
+        panels[1, column].yaxis.get_major_locator().set_params(integer=True)
     panels[0, 0].set_ylabel("test accuracy, %")
     panels[1, 0].set_ylabel("layers left")
     path.parent.mkdir(parents=True, exist_ok=True)
