@@ -41,10 +41,11 @@ def show_ratios(found: dict[str, Any]) -> None:
 
 
 def _named(*columns: str, title: str) -> Table:
-    """A table whose first column, the blocks, is never cut off, and its last, the verdict, only at spaces."""
+    """A table in which nothing is cut off: the blocks stand in one line each, all else is folded."""
     first, *middle, last = columns
-    begin, end = Column(first, no_wrap=True, overflow="fold"), Column(last, overflow="fold")
-    return Table(begin, *middle, end, title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    begin = Column(first, no_wrap=True, overflow="fold")
+    others = [Column(name, overflow="fold") for name in (*middle, last)]
+    return Table(begin, *others, title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def show_blocks(name: str, params: int, macs: int, blocks: list[dict[str, Any]]) -> None:
@@ -66,7 +67,7 @@ def _show_survivors(found: Certificate) -> None:
     table = _named(*columns, title="survivors")
     for row in found.survivors:
         earned = f"{row.benefit:.4g} ± {row.high - row.benefit:.2g}"
-        bent = "" if row.curvature is None else f"{row.curvature:.3g} (-{row.gap:.2g})"
+        bent = "" if row.curvature is None else f"{row.curvature:.3g} (-{row.gap:.1g})"
         estimate = "" if row.estimate is None else f"{row.estimate:.4g}"
         cells = f"{row.price:.4g}", estimate, f"{row.rest:.3f}", bent, row.minimum or "", row.verdict
         table.add_row(row.block, earned, *cells)
