@@ -141,11 +141,16 @@ def _without(pruner: Pruner, name: str, run: Callable[[], Tensor]) -> Tensor:
 def as_in_training(model: nn.Module) -> Iterator[None]:
     """BatchNorm with the statistics of each batch, unless it alone was put into evaluation mode, as frozen
     ones are; dropout layers off, and nothing learned."""
-    kept = [m for m in model.modules() if isinstance(m, _NormBase) and model.training and not m.training]
+    kept = frozen_norms(model)
     with in_mode(model, training=True), without_dropout(model):
         for norm in kept:
             norm.eval()
         yield
+
+
+def frozen_norms(model: nn.Module) -> list[nn.Module]:
+    """Those in evaluation mode in a model that is not."""
+    return [m for m in model.modules() if isinstance(m, _NormBase) and model.training and not m.training]
 
 
 @contextmanager

@@ -106,3 +106,20 @@ def test_the_ladder_takes_the_least_first_and_measures_the_others_again() -> Non
         [max(r.benefit for r in rungs[: k + 1]) for k in range(len(rungs))]
     )
     assert mean() == pytest.approx(losses[0])  # all of them are back
+
+
+def test_a_norm_that_is_frozen_keeps_its_statistics_on_every_rung() -> None:
+    model, pruner, batches, loss = normed()
+    model.train()
+    model[3].eval()
+    others = [model[0].branch[1], model[1].branch[1]]
+    kept, before, seen = model[3].running_mean.clone(), [m.running_mean.clone() for m in others], []
+
+    def score() -> float:
+        seen.append([m.running_mean.clone() for m in (model[3], *others)])
+        return 0.0
+
+    price_ladder(pruner, batches, loss, score)
+    assert all(torch.equal(found[0], kept) for found in seen)
+    assert any(not torch.equal(a, b) for a, b in zip(seen[0][1:], before, strict=True))  # taken anew
+    assert not model[3].training

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from shallower.pruner import Pruner
-from shallower.worth import Measured, measured, without_dropout
+from shallower.worth import Measured, frozen_norms, measured, without_dropout
 
 Score = Callable[[], float]
 Loss = Callable[[Any], Any]
@@ -74,7 +74,9 @@ def price_ladder(
 def own_statistics(model: nn.Module, batches: Iterable[Any], loss: Loss) -> Iterator[None]:
     """BatchNorm with statistics of this network, for a while: those that it keeps are of the one with all its
     survivors, and a network without one of them is not that bad."""
-    norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    frozen = set(frozen_norms(model))
+    found = (m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats)
+    norms = [m for m in found if m not in frozen]
     if not norms:
         yield
         return
@@ -85,6 +87,8 @@ def own_statistics(model: nn.Module, batches: Iterable[Any], loss: Loss) -> Iter
             m.reset_running_stats()
             m.momentum = None  # the mean over all batches
         model.train()
+        for norm in frozen:
+            norm.eval()
         with torch.no_grad(), without_dropout(model):
             for batch in batches:
                 loss(batch)
