@@ -185,7 +185,7 @@ class Ledger:
 
     def _again(self) -> int:
         """The runs of `flip`: the network once, then for every gate what stands above it, with it flipped."""
-        if not self._gated or not needs_loss(self.pruner.estimator):
+        if not self.pruner.estimated or not needs_loss(self.pruner.estimator):
             return 0
         if self.estimator_macs is not None:
             return self.estimator_macs
@@ -203,7 +203,7 @@ class Ledger:
         """The network that the next step will train; after the end of pruning all survivors are open."""
         gates = self.pruner.gates
         self._seen = self.pruner.num_steps
-        self._gated, self._rates = bool(gates), self.pruner.theta.tolist()
+        self._rates = self.pruner.theta.tolist()
         if gates:
             self._alive = [name in gates for name in self.blocks]
             self._open = [name in gates and gates[name].xi for name in self.blocks]

@@ -60,15 +60,17 @@ def constant(log_gamma: float) -> Schedule:
     return lambda step: log_gamma
 
 
-def linear_ramp(log_gamma: float, steps: int) -> Schedule:
-    """From 0 at step 0, linearly, to `log_gamma` at step `steps`, and constant from there."""
+def linear_ramp(log_gamma: float, steps: int, *, begin: int = 0) -> Schedule:
+    """0 up to step `begin`, from there linearly to `log_gamma` at step `steps`, and constant after it."""
     if not log_gamma < 0:
         raise ValueError(
             f"Found log_gamma={log_gamma}; a ramp leads to a negative one: {-abs(log_gamma) or -250}."
         )
     if steps <= 0:
         raise ValueError(f"Found a ramp over {steps} steps; it needs at least one: `constant(log_gamma)`?")
-    return lambda step: log_gamma * min(1.0, step / steps)
+    if not 0 <= begin < steps:
+        raise ValueError(f"Found a ramp from step {begin} to step {steps}; it must begin before it ends.")
+    return lambda step: log_gamma * min(1.0, max(0.0, (step - begin) / (steps - begin)))
 
 
 def schedule(

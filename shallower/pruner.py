@@ -147,6 +147,7 @@ class Pruner:
         self.events: list[Removal] = []
         self.absorption: Absorption | None = None
         self.num_steps, self.finalized, self.finished = 0, False, False
+        self.estimated = False  # whether the estimator ran in the last step
         self.finalized_at: int | None = None  # the step after which the network was made deterministic
         self._compiler: Compiler | None = None
         self._followers: list[Follower] = []
@@ -203,20 +204,25 @@ class Pruner:
     # -- one step -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> list[Removal]:
+    def step(self, closure: Closure | None = None, *, learn: bool = True) -> list[Removal]:
         """Learn theta, remove the dead blocks, draw the next network. Call it after `optimizer.step()`.
 
         Once per optimiser step, so that all micro-batches of a step see the same network. `closure` runs
         the model and returns the mean loss, where the estimator needs it. Returns what was removed.
+
+        With `learn=False` no rate moves: for a while at the start, or in all but every k-th step where
+        an estimator costs much (`theta_lr` is then the rate of a step that learns). The same on all ranks.
         """
         if self.finished:
             raise RuntimeError(
                 "The pruner has finished and its model is plain; build a new Pruner to prune on."
             )
+        self.estimated = False
         if self.finalized or not self.gates:
             self.num_steps += 1
             return []
-        delta_loss = self._estimate(closure) if self._weights_moved() else None
+        self.estimated = self._weights_moved() and learn
+        delta_loss = self._estimate(closure) if self.estimated else None
         if delta_loss is not None:
             delta_cost = self.dataset_size * delta_loss  # mean loss -> nats over the dataset
             self._learn(delta_cost - self.multipliers * self._log_gamma())  # (2)

@@ -54,9 +54,11 @@ class Recipe(BaseModel):
     decay: float = Field(default=1.0, ge=0)  # lambda; the optimiser's weight decay is lambda / N
 
     log_gamma: float | None = Field(default=None, lt=0)  # None: the dense network
-    ramp_epochs: int = Field(default=0, ge=0)
+    begin_epoch: int | None = Field(default=None, ge=0)  # of learning theta, and of the ramp; None: at once
+    ramp_epochs: int = Field(default=0, ge=0)  # log_gamma is reached at their end
     multipliers: dict[str, float] = {}  # of log_gamma, by the beginning of a block's name
     estimator: Literal["first_order", "flip"] = "first_order"
+    estimate_every: int | None = Field(default=None, ge=1)  # theta learns in every k-th step; None: in each
     theta: float = Field(default=0.75, gt=0, le=1)
     theta_lr: float = Field(default=1e-4, gt=0)
     tolerance: float = Field(default=0.01, ge=0, lt=1)
@@ -75,6 +77,12 @@ class Recipe(BaseModel):
             )
         if self.ramp_epochs > self.epochs:
             raise ValueError(f"ramp_epochs={self.ramp_epochs} are more than the {self.epochs} epochs")
+        begin = self.begin_epoch or 0
+        if begin >= (self.finalize_epoch or self.epochs) or (self.ramp_epochs and begin >= self.ramp_epochs):
+            raise ValueError(
+                f"begin_epoch={begin} must lie before ramp_epochs={self.ramp_epochs}, if there is a ramp, and "
+                f"before finalize_epoch={self.finalize_epoch or self.epochs}"
+            )
         return self
 
     @property
@@ -91,11 +99,14 @@ class Recipe(BaseModel):
         if epochs < 1:
             raise RecipeError(f"Found epochs={epochs}; a run has at least 1.")
         ratio = epochs / self.epochs
-        end = self.finalize_epoch
+        begin, ramp, end = self.begin_epoch, round(self.ramp_epochs * ratio), self.finalize_epoch
+        end = None if end is None else min(max(round(end * ratio), 1), epochs)
+        latest = min(ramp or epochs, end or epochs) - 1
         changes = {
             "epochs": epochs,
-            "ramp_epochs": round(self.ramp_epochs * ratio),
-            "finalize_epoch": None if end is None else min(max(round(end * ratio), 1), epochs),
+            "begin_epoch": None if begin is None else min(round(begin * ratio), latest),
+            "ramp_epochs": ramp,
+            "finalize_epoch": end,
             "theta_lr": self.theta_lr / ratio,
         }
         return Recipe.model_validate({**self.model_dump(), **changes})

@@ -55,6 +55,18 @@ def test_one_step_is_counted_as_it_ran(estimator):
     assert ledger.load.ran == 3 * (20 + 32) + again
 
 
+def test_a_step_that_does_not_learn_runs_no_estimator():
+    model, optimizer, pruner = started(flip)
+    ledger = Ledger(pruner, torch.randn(5, 3))
+    x, y = torch.randn(5, 3), torch.randint(0, 2, (5,))
+    active = 32 * sum(gate.xi for gate in pruner.gates.values())
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    pruner.step(learn=False)  # and needs no closure
+    ledger.step()
+    assert ledger.load.ran == 3 * (20 + active)
+
+
 def test_what_flip_runs_is_what_pytorch_counts():
     model, optimizer, pruner = started(flip)
     for gate in pruner.gates.values():

@@ -75,6 +75,13 @@ def test_a_ramp_runs_from_nothing_to_its_final_value():
     assert [ramp(0), ramp(5), ramp(10), ramp(11)] == [0.0, -100.0, -200.0, -200.0]
 
 
+def test_a_ramp_may_begin_later_and_ends_where_it_would():
+    ramp = linear_ramp(-200.0, steps=10, begin=6)
+    assert [ramp(0), ramp(6), ramp(7), ramp(10), ramp(11)] == [0.0, 0.0, -50.0, -200.0, -200.0]
+    with pytest.raises(ValueError, match="begin before it ends"):
+        linear_ramp(-200.0, steps=10, begin=10)
+
+
 def test_a_price_is_log_gamma_per_sample():
     assert schedule(None, 0.005, 50_000)(0) == pytest.approx(-250.0)
     assert schedule(None, lambda step: 0.001 * step, 1000)(2) == pytest.approx(-2.0)

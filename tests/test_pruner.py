@@ -73,6 +73,32 @@ def started(model: nn.Module | None = None, *, make=sgd, **options):
 # -- one step ------------------------------------------------------------------------------------------
 
 
+def test_a_step_that_does_not_learn_draws_anew_and_leaves_the_rates_alone():
+    model = network(depth=30)
+    optimizer = sgd(model)
+    pruner = Pruner(model, optimizer, dataset_size=N, log_gamma=-100.0, theta=0.5, theta_lr=0.1)
+    draws = []
+    for at in range(3):
+        x, y = batch(at)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert pruner.step(learn=False) == []
+        draws.append([gate.xi for gate in pruner.gates.values()])
+    assert set(pruner.thetas.values()) == {0.5}
+    assert draws[0] != draws[1] != draws[2]
+    assert not pruner.theta_optimizer.state
+    assert pruner.num_steps == 3
+    train(model, optimizer, pruner, range(3, 4))  # of its own backward pass alone
+    assert set(pruner.thetas.values()) != {0.5}
+
+
+def test_a_step_that_does_not_learn_must_follow_the_optimisers_too():
+    model = network()
+    pruner = Pruner(model, sgd(model), dataset_size=N, log_gamma=-1.0)
+    with pytest.raises(RuntimeError, match=r"without an optimizer.step\(\)"):
+        pruner.step(learn=False)
+
+
 def test_theta_descends_n_times_the_difference_minus_log_gamma():
     """With plain gradient descent the step is lr * (N * dC - m * log_gamma), by hand."""
 

@@ -64,6 +64,8 @@ def test_any_field_can_be_set():
         ("mnist-fc10", {"estimator": "taylor"}, "'first_order' or 'flip'"),
         ("mnist-fc10", {"epochs": 10}, "finalize_epoch=50 lies behind.*--epochs 10"),
         ("cifar10-resnet56-250", {"epochs": 100, "finalize_epoch": 90}, "ramp_epochs=105 are more"),
+        ("cifar10-resnet56-250", {"begin_epoch": 105}, "begin_epoch=105 must lie before ramp_epochs=105"),
+        ("mnist-fc10", {"begin_epoch": 50}, "before finalize_epoch=50"),
     ],
 )
 def test_a_wrong_recipe_field_or_value_lists_the_right_ones(name, overrides, message):
@@ -82,6 +84,8 @@ def test_a_recipe_in_fewer_epochs_keeps_its_proportions():
         k: v for k, v in long.settings.items() if k not in kept
     }
     assert long.rescaled(182) == long
+    late = recipe("cifar10-resnet56-250", {"begin_epoch": 30})
+    assert [late.rescaled(n).begin_epoch for n in (91, 12, 6, 2, 1)] == [15, 2, 1, 0, 0]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -82,7 +82,14 @@ def test_the_stored_network_is_the_trained_one(digits, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"estimator": "flip"}, {"log_gamma": None}, {"optimizer": "sgd", "cosine": True}]
+    "fields",
+    [
+        {},
+        {"estimator": "flip"},
+        {"begin_epoch": 1, "estimate_every": 3},
+        {"log_gamma": None},
+        {"optimizer": "sgd", "cosine": True},
+    ],
 )
 @pytest.mark.parametrize("stop", [10, 60, 100])
 def test_an_interrupted_run_resumes_to_the_same_end_bit_for_bit(digits, tmp_path, monkeypatch, fields, stop):
@@ -106,6 +113,20 @@ def test_an_interrupted_run_resumes_to_the_same_end_bit_for_bit(digits, tmp_path
     assert rows(tmp_path / "part" / "metrics.csv") == rows(tmp_path / "whole" / "metrics.csv")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
     assert weights[0] == weights[1]
+
+
+def test_rates_learn_from_the_epoch_they_begin_at_and_in_every_kth_step(digits, tmp_path):
+    late = quick(begin_epoch=1, estimate_every=5, estimator="flip", theta=0.9, theta_lr=0.2, log_gamma=-1e4)
+    train(late, digits, tmp_path, worth=False)
+    first, second, _ = (
+        [float(rate) for name, rate in row.items() if name != "epoch"]
+        for row in rows(tmp_path / "thetas.csv")
+    )
+    assert set(first) == {0.9}
+    assert set(second) != {0.9}
+    steps = [json.loads(line)["step"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert steps
+    assert {step % 5 for step in steps if step < 2 * 45} == {1}  # counted from 1; 45 steps in an epoch
 
 
 @pytest.mark.parametrize("end", [None, 3])

@@ -215,7 +215,7 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
         if run.pruner is not None and run.ledger is not None:
             synchronize(run.loss.device)  # the pruner would wait for the device, and its clock with it
             clock.lap("training")
-            _prune(run.pruner, _closure(run, inputs, labels), epoch)
+            _prune(run, inputs, labels, epoch)
             run.ledger.step()
             clock.lap("pruner")
         else:
@@ -254,9 +254,13 @@ def _to_stop(run: Run, stop: list[int]) -> bool:
     return bool(stop) and (run.loader.batch % ASK == 0 or last)
 
 
-def _prune(pruner: Pruner, closure: Callable[[], torch.Tensor] | None, epoch: int) -> None:
+def _prune(run: Run, inputs: torch.Tensor, labels: torch.Tensor, epoch: int) -> None:
+    assert run.pruner is not None
+    due = run.pruner.num_steps % (run.recipe.estimate_every or 1) == 0
     try:
-        pruner.step(closure)
+        run.pruner.step(
+            _closure(run, inputs, labels), learn=due and epoch >= (run.recipe.begin_epoch or 0)
+        )
     except FloatingPointError as error:
         raise RunError(f"In epoch {epoch}: {error} {DIVERGED}") from error
 

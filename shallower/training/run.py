@@ -121,8 +121,8 @@ class Run:
     def _gate(self) -> Pruner:
         recipe, steps = self.recipe, len(self.loader)
         assert recipe.log_gamma is not None
-        ramp = recipe.ramp_epochs * steps
-        log_gamma = prior.linear_ramp(recipe.log_gamma, steps=ramp) if ramp else recipe.log_gamma
+        begin, ramp = (recipe.begin_epoch or 0) * steps, recipe.ramp_epochs * steps
+        log_gamma = prior.linear_ramp(recipe.log_gamma, ramp, begin=begin) if ramp else recipe.log_gamma
         names = [block.name for block in find_blocks(self.model)]
         strangers = [start for start in recipe.multipliers if not any(n.startswith(start) for n in names)]
         if strangers:
