@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-# Held by whoever sets what all threads share: PyTorch's generator, and nn.Module, which torch.fx patches.
+# Held by whoever sets what all threads share: PyTorch's generator and switches, and nn.Module, which torch.fx
+# patches.
 OF_ALL_THREADS = threading.RLock()
 
 
@@ -59,12 +60,13 @@ def same_dice(model: nn.Module, seed: int | None = None) -> Iterator[None]:
 @contextmanager
 def no_fast_path() -> Iterator[None]:
     """PyTorch's own encoders compute what their layers say, and not in one operator of their own."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with OF_ALL_THREADS:  # two that overlap would leave it switched off
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextmanager

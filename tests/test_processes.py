@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shallower import Ledger, Pruner, Residual
+from shallower.aside import no_fast_path
 
 WIDTH = 8
 Training = tuple[nn.Sequential, torch.optim.Optimizer, Pruner]
@@ -180,3 +181,26 @@ def test_shared_weights_of_a_gated_model_are_trained_by_another_process_and_prun
     assert not all(torch.equal(p, old) for p, old in zip(training[0].parameters(), before, strict=True))
     assert len(run(training, batches(150, 8))[1]) > 0
     assert all(p.is_shared() for p in training[0].parameters())
+
+
+def test_the_switch_of_pytorchs_encoders_is_as_it_was_after_two_threads_at_a_time():
+    """The second would note the switch as the first had set it, and leave it so."""
+    first_is_in, may_leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with no_fast_path():
+            first_is_in.set()
+            may_leave.wait(0.5)
+
+    def second() -> None:
+        first_is_in.wait()
+        with no_fast_path():
+            may_leave.set()
+            one.join(0.5)  # held up by the lock, the first has left before; without it, it leaves now
+
+    one, two = threading.Thread(target=first), threading.Thread(target=second)
+    for thread in (one, two):
+        thread.start()
+    for thread in (one, two):
+        thread.join()
+    assert torch.backends.mha.get_fastpath_enabled()

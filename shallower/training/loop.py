@@ -258,9 +258,7 @@ def _prune(run: Run, inputs: torch.Tensor, labels: torch.Tensor, epoch: int) -> 
     assert run.pruner is not None
     due = run.pruner.num_steps % (run.recipe.estimate_every or 1) == 0
     try:
-        run.pruner.step(
-            _closure(run, inputs, labels), learn=due and epoch >= (run.recipe.begin_epoch or 0)
-        )
+        run.pruner.step(_closure(run, inputs, labels), learn=due and epoch >= (run.recipe.begin_epoch or 0))
     except FloatingPointError as error:
         raise RunError(f"In epoch {epoch}: {error} {DIVERGED}") from error
 
