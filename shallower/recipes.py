@@ -77,11 +77,11 @@ class Recipe(BaseModel):
             )
         if self.ramp_epochs > self.epochs:
             raise ValueError(f"ramp_epochs={self.ramp_epochs} are more than the {self.epochs} epochs")
-        begin = self.begin_epoch or 0
-        if begin >= (self.finalize_epoch or self.epochs) or (self.ramp_epochs and begin >= self.ramp_epochs):
+        begin, end = self.begin_epoch or 0, self.finalize_epoch or self.epochs
+        if begin >= end or (self.ramp_epochs and begin >= self.ramp_epochs):
             raise ValueError(
-                f"begin_epoch={begin} must lie before ramp_epochs={self.ramp_epochs}, if there is a ramp, and "
-                f"before finalize_epoch={self.finalize_epoch or self.epochs}"
+                f"begin_epoch={begin} must lie before finalize_epoch={end}, and before the end of the ramp, "
+                f"ramp_epochs={self.ramp_epochs}, if there is one"
             )
         return self
 
