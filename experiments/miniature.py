@@ -76,14 +76,24 @@ def main() -> None:
     found.add_argument("--theta", type=float, default=1.0, help="where every rate starts")
     whole = "in the paper's 182 epochs; scaled with them"
     found.add_argument("--theta-lr", type=float, default=2e-4, help=whole)
+    found.add_argument("--begin-epoch", type=int, help=f"of learning theta, {whole}")
     found.add_argument("--ramp-epochs", type=int, default=45, help=whole)
     found.add_argument("--finalize-epoch", type=int, default=60, help=whole)
     found.add_argument("--estimator", choices=("first_order", "flip"), default="flip")
+    found.add_argument("--estimate-every", type=int, help="so many steps theta learns once")
     given, show = with_section(found)
     torch.set_num_threads(1)
     flags = ["--bf16", "--channels-last", "--compile"]
     seeds, options = range(given.seeds), {"depth": given.depth}
-    names = ("theta", "theta_lr", "ramp_epochs", "finalize_epoch", "estimator")
+    names = (
+        "theta",
+        "theta_lr",
+        "begin_epoch",
+        "ramp_epochs",
+        "finalize_epoch",
+        "estimator",
+        "estimate_every",
+    )
     fields = {"options": options, **{name: getattr(given, name) for name in names}}
     dense = setting(DENSE, f"ResNet-{given.depth}, dense", given.epochs, options=options)
     pruned = [
