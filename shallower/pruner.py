@@ -223,13 +223,15 @@ class Pruner:
             return []
         self.estimated = self._weights_moved() and learn
         delta_loss = self._estimate(closure) if self.estimated else None
+        if not self.estimated:
+            self._compare()
         if delta_loss is not None:
             delta_cost = self.dataset_size * delta_loss  # mean loss -> nats over the dataset
             self._learn(delta_cost - self.multipliers * self._log_gamma())  # (2)
             self.vitals.learn(delta_cost)
         self.discard()
         self.num_steps += 1
-        if self.num_steps % EVERY == 0:
+        if self.num_steps % EVERY == 0 and self.vitals.learned:
             self.vitals.note(self.num_steps, self.thetas, self.gates)
         dead = self._remove(self.tolerance)  # (6)
         self._draw()
@@ -284,7 +286,7 @@ class Pruner:
         None if a scaled gradient has overflowed, as a GradScaler expects it now and then.
         """
         found = _vector(self._ask(closure), len(self.gates))
-        known = self.ranks.mean(found, self._stamp(), self._weights())  # the one transfer in a step
+        known = self.ranks.mean(found, self._stamp(learn=True), self._weights())  # the one transfer in a step
         if not all(map(math.isfinite, known)):
             if self.grad_scaler is not None:
                 return None
@@ -299,11 +301,22 @@ class Pruner:
         of = dict(zip(self.gates, known, strict=True))
         return torch.tensor([of.get(name, 0.0) / scale for name in self.blocks], dtype=self.theta.dtype)
 
-    def _stamp(self) -> bytes:
+    def _compare(self) -> None:
+        """Hold the ranks against each other in a step that does not learn.
+
+        The reduction is like that of one that does: a rank that learns alone is noticed, and does not wait.
+        """
+        if self.ranks.size > 1:
+            where = next(iter(self.gates.values())).theta.device
+            nothing = torch.zeros(len(self.gates), device=where)
+            self.ranks.mean(nothing, self._stamp(learn=False), self._weights())
+
+    def _stamp(self, *, learn: bool) -> bytes:
         """What ranks must have in common."""
         if self.ranks.size == 1:
             return b""
-        return repr((self.num_steps, self.theta.tolist(), [gate.xi for gate in self.gates.values()])).encode()
+        draws = [gate.xi for gate in self.gates.values()]
+        return repr((self.num_steps, learn, self.theta.tolist(), draws)).encode()
 
     def _weights(self) -> list[Tensor]:
         """The weights that ranks hold against each other's, now and then."""
@@ -437,6 +450,11 @@ class Pruner:
             raise RuntimeError(
                 f"pruner.{call}() was called before any pruner.step(), so nothing was learned. Call "
                 "`pruner.step()` after each `optimizer.step()`."
+            )
+        if self.vitals.learned == 0:
+            raise RuntimeError(
+                f"pruner.{call}() was called after {self.num_steps} steps of which none learned: each had "
+                "`learn=False`, or its gradient overflowed. Let some learn: `pruner.step()`."
             )
 
     # -- state ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ replacement. Common to those on MNIST: inputs in [0, 1], and the optimiser's mom
 begins; the paper says neither.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ class Recipe(BaseModel):
 
     log_gamma: float | None = Field(default=None, lt=0)  # None: the dense network
     begin_epoch: int | None = Field(default=None, ge=0)  # of learning theta, and of the ramp; None: at once
-    ramp_epochs: int = Field(default=0, ge=0)  # log_gamma is reached at their end
+    ramp_epochs: float = Field(default=0, ge=0)  # log_gamma is reached at their end
     multipliers: dict[str, float] = {}  # of log_gamma, by the beginning of a block's name
     estimator: Literal["first_order", "flip"] = "first_order"
     estimate_every: int | None = Field(default=None, ge=1)  # theta learns in every k-th step; None: in each
@@ -76,12 +77,12 @@ class Recipe(BaseModel):
                 f"`--epochs {self.epochs}` brings the whole recipe into so many"
             )
         if self.ramp_epochs > self.epochs:
-            raise ValueError(f"ramp_epochs={self.ramp_epochs} are more than the {self.epochs} epochs")
+            raise ValueError(f"ramp_epochs={self.ramp_epochs:g} are more than the {self.epochs} epochs")
         begin, end = self.begin_epoch or 0, self.finalize_epoch or self.epochs
         if begin >= end or (self.ramp_epochs and begin >= self.ramp_epochs):
             raise ValueError(
                 f"begin_epoch={begin} must lie before finalize_epoch={end}, and before the end of the ramp, "
-                f"ramp_epochs={self.ramp_epochs}, if there is one"
+                f"ramp_epochs={self.ramp_epochs:g}, if there is one"
             )
         return self
 
@@ -94,14 +95,18 @@ class Recipe(BaseModel):
 
         The learning rate follows its schedule over the whole run, log gamma is ramped and the network
         finalised at the same fractions of it, and theta, which has fewer steps for the same way, takes
-        longer ones.
+        longer ones. A run is finalised between two epochs, and fine-tuned for one at least, if there are two.
         """
         if epochs < 1:
             raise RecipeError(f"Found epochs={epochs}; a run has at least 1.")
         ratio = epochs / self.epochs
-        begin, ramp, end = self.begin_epoch, round(self.ramp_epochs * ratio), self.finalize_epoch
-        end = None if end is None else min(max(round(end * ratio), 1), epochs)
-        latest = min(ramp or epochs, end or epochs) - 1
+        begin, ramp, end = self.begin_epoch, self.ramp_epochs * ratio, self.finalize_epoch
+        if end is not None:
+            last = epochs - 1 if end < self.epochs and epochs > 1 else epochs
+            end = min(max(round(end * ratio), 1), last)
+            if ramp >= end:  # in the few epochs that there are
+                ramp = self.ramp_epochs / (self.finalize_epoch or 1) * end
+        latest = min(math.ceil(ramp) or epochs, end or epochs) - 1
         changes = {
             "epochs": epochs,
             "begin_epoch": None if begin is None else min(round(begin * ratio), latest),

@@ -92,6 +92,20 @@ def test_a_step_that_does_not_learn_draws_anew_and_leaves_the_rates_alone():
     assert set(pruner.thetas.values()) != {0.5}
 
 
+@pytest.mark.parametrize("call", ["finalize", "finish"])
+def test_a_network_of_which_nothing_was_learned_is_not_final(call):
+    model = network()
+    optimizer = sgd(model)
+    pruner = Pruner(model, optimizer, dataset_size=N, log_gamma=-1.0)
+    for at in range(60):
+        F.cross_entropy(model(batch(at)[0]), batch(at)[1]).backward()
+        optimizer.step()
+        pruner.step(learn=False)
+    assert not any(pruner.vitals.rows.values())  # no estimate, no evidence
+    with pytest.raises(RuntimeError, match="after 60 steps of which none learned"):
+        getattr(pruner, call)()
+
+
 def test_a_step_that_does_not_learn_must_follow_the_optimisers_too():
     model = network()
     pruner = Pruner(model, sgd(model), dataset_size=N, log_gamma=-1.0)

@@ -76,7 +76,7 @@ def test_a_wrong_recipe_field_or_value_lists_the_right_ones(name, overrides, mes
 def test_a_recipe_in_fewer_epochs_keeps_its_proportions():
     """ResNet-56: 182 epochs, log gamma ramped to 105, finalised at 150, theta at 1e-4 per step."""
     short = recipe("cifar10-resnet56-250").rescaled(26)
-    assert (short.epochs, short.ramp_epochs, short.finalize_epoch) == (26, 15, 21)
+    assert (short.epochs, short.ramp_epochs, short.finalize_epoch) == (26, pytest.approx(15), 21)
     assert short.theta_lr == pytest.approx(7e-4)
     kept = {"epochs", "ramp_epochs", "finalize_epoch", "theta_lr"}
     long = recipe("cifar10-resnet56-250")
@@ -86,6 +86,16 @@ def test_a_recipe_in_fewer_epochs_keeps_its_proportions():
     assert long.rescaled(182) == long
     late = recipe("cifar10-resnet56-250", {"begin_epoch": 30})
     assert [late.rescaled(n).begin_epoch for n in (91, 12, 6, 2, 1)] == [15, 2, 1, 0, 0]
+
+
+@pytest.mark.parametrize("epochs", [2, 3, 6, 13])
+@pytest.mark.parametrize("name", ["cifar10-resnet56-250", "mnist-fc20", "imagenet-resnet50"])
+def test_a_miniature_is_ramped_and_finalised_and_fine_tuned_in_this_order(name, epochs):
+    long, short = recipe(name), recipe(name).rescaled(epochs)
+    assert short.ramp_epochs < short.finalize_epoch < epochs
+    whole = (epochs, long.epochs) if epochs > 2 else (short.finalize_epoch, long.finalize_epoch)
+    assert short.ramp_epochs / whole[0] == pytest.approx(long.ramp_epochs / whole[1])
+    assert abs(short.finalize_epoch / epochs - long.finalize_epoch / long.epochs) <= 1 / epochs
 
 
 @pytest.mark.parametrize("name", RECIPES)

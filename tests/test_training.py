@@ -129,6 +129,18 @@ def test_rates_learn_from_the_epoch_they_begin_at_and_in_every_kth_step(digits, 
     assert {step % 5 for step in steps if step < 2 * 45} == {1}  # counted from 1; 45 steps in an epoch
 
 
+def test_the_ramp_of_a_run_begins_where_its_rates_begin_to_learn(digits):
+    run = Run(quick(begin_epoch=1, ramp_epochs=1.5, log_gamma=-90.0), digits, seed=0, machine=Machine("cpu"))
+    steps = len(run.loader)
+    assert [run.pruner.log_gamma(step) for step in (0, steps, 2 * steps)] == [0.0, 0.0, -90.0]
+    assert run.pruner.log_gamma(steps + 1) == pytest.approx(-90.0 / (round(1.5 * steps) - steps))
+
+
+def test_a_recipe_in_which_no_rate_ever_learns_is_refused(digits, tmp_path):
+    with pytest.raises(RunError, match=r"estimate_every=1000 .* first in step 1000, .* after 90\."):
+        train(quick(begin_epoch=1, estimate_every=1000), digits, tmp_path)
+
+
 @pytest.mark.parametrize("end", [None, 3])
 def test_a_run_finalised_at_its_very_end_is_told_as_it_ended(digits, tmp_path, end):
     result = train(quick(finalize_epoch=end, threshold=0.9), digits, tmp_path)

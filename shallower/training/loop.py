@@ -213,7 +213,8 @@ def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> floa
         run.loss += loss.detach()
         run.finite += good.logical_and_(loss.detach().isfinite())
         if run.pruner is not None and run.ledger is not None:
-            synchronize(run.loss.device)  # the pruner would wait for the device, and its clock with it
+            if not run.pruner.finalized:  # the pruner would wait for the device, and its clock with it
+                synchronize(run.loss.device)
             clock.lap("training")
             _prune(run, inputs, labels, epoch)
             run.ledger.step()

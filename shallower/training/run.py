@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -121,8 +122,9 @@ class Run:
     def _gate(self) -> Pruner:
         recipe, steps = self.recipe, len(self.loader)
         assert recipe.log_gamma is not None
-        begin, ramp = (recipe.begin_epoch or 0) * steps, recipe.ramp_epochs * steps
+        begin, ramp = (recipe.begin_epoch or 0) * steps, round(recipe.ramp_epochs * steps)
         log_gamma = prior.linear_ramp(recipe.log_gamma, ramp, begin=begin) if ramp else recipe.log_gamma
+        _check_learns(recipe, steps)
         names = [block.name for block in find_blocks(self.model)]
         strangers = [start for start in recipe.multipliers if not any(n.startswith(start) for n in names)]
         if strangers:
@@ -266,6 +268,17 @@ class Run:
             write_text(
                 folder / "events.jsonl", "".join(json.dumps(asdict(e)) + "\n" for e in self.pruner.events)
             )
+
+
+def _check_learns(recipe: Recipe, steps: int) -> None:
+    """Theta must learn at least once before the network is finalised."""
+    every, end = recipe.estimate_every or 1, (recipe.finalize_epoch or recipe.epochs) * steps
+    first = math.ceil((recipe.begin_epoch or 0) * steps / every) * every
+    if first >= end:
+        raise RunError(
+            f"theta would never learn: estimate_every={every} and begin_epoch={recipe.begin_epoch} let it do "
+            f"so first in step {first}, but the network is finalised after {end}. Set a smaller one."
+        )
 
 
 def _seed_of_draws(seed: int) -> int:

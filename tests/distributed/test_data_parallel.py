@@ -133,6 +133,15 @@ def refusals(rank: int) -> dict[str, str]:
         pruner.step()
     except RuntimeError as error:
         said["later"] = str(error)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = Pruner(model, optimizer, **OPTIONS)
+    F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+    optimizer.step()
+    try:
+        pruner.step(learn=rank == 0)  # the one must not wait for what the other does not send
+    except RuntimeError as error:
+        said["learning"] = str(error)
     return said
 
 
@@ -173,7 +182,7 @@ def wrong_wrapper() -> dict[str, str]:
         said["early"] = str(error)
     model = network()
     pruner = Pruner(model, torch.optim.SGD(model.parameters(), lr=0.1), **OPTIONS)
-    pruner.num_steps = 1
+    pruner.num_steps = pruner.vitals.learned = 1
     try:
         pruner.finalize(0.1 + 0.1 * torch.distributed.get_rank())
     except ValueError as error:
@@ -366,6 +375,7 @@ def test_ranks_that_differ_are_refused_before_anything_changes(ranks: list[Any])
         for name in ("seed", "theta", "dataset_size"):
             assert f"The 2 ranks differ in {name} (rank" in said[name]
         assert "the ranks no longer have the same rates and draws" in said["later"]
+        assert "the ranks no longer have the same rates and draws" in said["learning"]
 
 
 def test_a_pruner_without_a_group_is_alone(ranks: list[Any]) -> None:

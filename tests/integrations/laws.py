@@ -126,7 +126,7 @@ def _closed_is_removed(
 def _finished_is_plain(model: nn.Module, original: nn.Module, example: Any, pruner: Pruner) -> None:
     """Every second block goes; what is left has no gate, and is the original less those blocks."""
     pruner.discard()
-    pruner.num_steps = 1
+    pruner.num_steps = pruner.vitals.learned = 1
     gone = pruner.names[::2]
     for index, name in enumerate(pruner.names):
         pruner.theta[index] = 0.0 if name in gone else 1.0

@@ -85,7 +85,7 @@ def pruned(name: str, gone: list[int], *, whole: bool) -> tuple[nn.Module, nn.Mo
     blocks = find_blocks(model, example, whole=whole)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pruner = Pruner(model, optimizer, dataset_size=10, log_gamma=-1.0, theta=1.0, blocks=blocks)
-    pruner.num_steps = 1
+    pruner.num_steps = pruner.vitals.learned = 1
     pruner.theta[gone] = 0.0
     pruner.finalize()
     return pruner.finish().eval(), original, [blocks[i].name for i in gone]
@@ -208,7 +208,7 @@ def without(model: nn.Module, *gone: str) -> nn.Module:
     pruner = Pruner(
         model, torch.optim.SGD(model.parameters(), lr=0.1), dataset_size=10, log_gamma=-1.0, blocks=blocks
     )
-    pruner.num_steps = 1
+    pruner.num_steps = pruner.vitals.learned = 1
     for i, name in enumerate(pruner.names):
         pruner.theta[i] = float(name not in gone)
     pruner.finalize()
