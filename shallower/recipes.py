@@ -26,6 +26,8 @@ class Paper(BaseModel):
     ppr_sd: float | None = None
     fpr: float | None = None
     fpr_sd: float | None = None
+    params: float | None = None  # of the pruned network, in millions
+    macs: float | None = None  # in billions
 
 
 class Recipe(BaseModel):
@@ -37,8 +39,8 @@ class Recipe(BaseModel):
     task: str
     network: str  # a function of shallower.models
     options: dict[str, Any] = {}  # its arguments
-    fixed_layers: int = 0  # "layers" = fixed_layers + layers_per_block * blocks kept, as the paper counts
-    layers_per_block: int = 1
+    fixed_layers: int = Field(default=0, ge=0)  # "layers": these, and for each block kept so many more,
+    layers_per_block: int = Field(default=1, ge=1)  # as the paper counts
 
     epochs: int = Field(ge=1)
     batch_size: int = Field(default=64, ge=1)
@@ -57,7 +59,7 @@ class Recipe(BaseModel):
     log_gamma: float | None = Field(default=None, lt=0)  # None: the dense network
     begin_epoch: int | None = Field(default=None, ge=0)  # of learning theta, and of the ramp; None: at once
     ramp_epochs: float = Field(default=0, ge=0)  # log_gamma is reached at their end
-    multipliers: dict[str, float] = {}  # of log_gamma, by the beginning of a block's name
+    multipliers: dict[str, float] = {}  # of log_gamma, by a block's name or the module that it is in
     estimator: Literal["first_order", "flip"] = "first_order"
     estimate_every: int | None = Field(default=None, ge=1)  # theta learns in every k-th step; None: in each
     theta: float = Field(default=0.75, gt=0, le=1)
@@ -76,9 +78,12 @@ class Recipe(BaseModel):
                 f"finalize_epoch={self.finalize_epoch} lies behind the last of {self.epochs} epochs; "
                 f"`--epochs {self.epochs}` brings the whole recipe into so many"
             )
-        if self.ramp_epochs > self.epochs:
-            raise ValueError(f"ramp_epochs={self.ramp_epochs:g} are more than the {self.epochs} epochs")
         begin, end = self.begin_epoch or 0, self.finalize_epoch or self.epochs
+        if self.ramp_epochs > end:
+            raise ValueError(
+                f"ramp_epochs={self.ramp_epochs:g} are more than the {end} in which theta learns, so "
+                "log_gamma would never be reached"
+            )
         if begin >= end or (self.ramp_epochs and begin >= self.ramp_epochs):
             raise ValueError(
                 f"begin_epoch={begin} must lie before finalize_epoch={end}, and before the end of the ramp, "
@@ -109,7 +114,7 @@ class Recipe(BaseModel):
         latest = min(math.ceil(ramp) or epochs, end or epochs) - 1
         changes = {
             "epochs": epochs,
-            "begin_epoch": None if begin is None else min(round(begin * ratio), latest),
+            "begin_epoch": begin and min(max(round(begin * ratio), 1), latest),
             "ramp_epochs": ramp,
             "finalize_epoch": end,
             "theta_lr": self.theta_lr / ratio,
@@ -378,7 +383,7 @@ _TABLE = [
     _resnet("cifar100", 110, "100", -100.0, _figures(75.34, 80, 8.06, 27.99)),
     _resnet("cifar100", 110, "100x5", -100.0, _figures(75.05, 88, 19.56, 20.06), **_X5),
     _resnet("cifar100", 110, "500x5", -500.0, _figures(73.98, 42, 60.29, 62.97), **_X5),
-    _imagenet("imagenet-resnet50", -17_500.0, Paper(accuracy=74.82)),
+    _imagenet("imagenet-resnet50", -17_500.0, Paper(accuracy=74.82, params=17.94, macs=2.80)),
     _imagenet("imagenet-resnet50-dense", None, Paper(accuracy=76.04)),
 ]
 _TWINS = [

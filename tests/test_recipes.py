@@ -63,7 +63,13 @@ def test_any_field_can_be_set():
         ("mnist-fc10", {"epochs": "many"}, "epochs: Input should be a valid integer"),
         ("mnist-fc10", {"estimator": "taylor"}, "'first_order' or 'flip'"),
         ("mnist-fc10", {"epochs": 10}, "finalize_epoch=50 lies behind.*--epochs 10"),
-        ("cifar10-resnet56-250", {"epochs": 100, "finalize_epoch": 90}, "ramp_epochs=105 are more"),
+        (
+            "cifar10-resnet56-250",
+            {"epochs": 100, "finalize_epoch": 90},
+            "ramp_epochs=105 are more than the 90",
+        ),
+        ("cifar10-resnet56-250", {"ramp_epochs": 151}, "are more than the 150 in which theta learns"),
+        ("mnist-fc10", {"fixed_layers": -1}, "fixed_layers: Input should be greater"),
         ("cifar10-resnet56-250", {"begin_epoch": 105}, "begin_epoch=105 must lie before .*ramp_epochs=105"),
         ("mnist-fc10", {"begin_epoch": 50}, "before finalize_epoch=50"),
     ],
@@ -86,6 +92,7 @@ def test_a_recipe_in_fewer_epochs_keeps_its_proportions():
     assert long.rescaled(182) == long
     late = recipe("cifar10-resnet56-250", {"begin_epoch": 30})
     assert [late.rescaled(n).begin_epoch for n in (91, 12, 6, 2, 1)] == [15, 2, 1, 0, 0]
+    assert recipe("digits", {"begin_epoch": 1}).rescaled(4).begin_epoch == 1
 
 
 @pytest.mark.parametrize("epochs", [2, 3, 6, 13])
@@ -93,8 +100,9 @@ def test_a_recipe_in_fewer_epochs_keeps_its_proportions():
 def test_a_miniature_is_ramped_and_finalised_and_fine_tuned_in_this_order(name, epochs):
     long, short = recipe(name), recipe(name).rescaled(epochs)
     assert short.ramp_epochs < short.finalize_epoch < epochs
-    whole = (epochs, long.epochs) if epochs > 2 else (short.finalize_epoch, long.finalize_epoch)
-    assert short.ramp_epochs / whole[0] == pytest.approx(long.ramp_epochs / whole[1])
+    ramp = long.ramp_epochs / long.epochs * epochs  # or, where that would be too late, of what there is
+    ramp = ramp if ramp < short.finalize_epoch else long.ramp_epochs / long.finalize_epoch
+    assert short.ramp_epochs == pytest.approx(ramp)
     assert abs(short.finalize_epoch / epochs - long.finalize_epoch / long.epochs) <= 1 / epochs
 
 
@@ -173,11 +181,11 @@ def test_every_recipe_has_the_printed_settings(name):
         ("cifar10-resnet110-150", -150, (94.25, 0.19, 51.2, 3.2, 44.35, 2.94, 53.97, 2.90)),
         ("cifar100-resnet56-1400x5", -1400, (70.45, None, 24, None, 52.11, None, 59.22, None)),
         ("cifar100-resnet110-100", -100, (75.34, None, 80, None, 8.06, None, 27.99, None)),
-        ("imagenet-resnet50", -17500, (74.82, None, None, None, None, None, None, None)),
+        ("imagenet-resnet50", -17500, (74.82, None, None, None, None, None, None, None, 17.94, 2.80)),
     ],
 )
 def test_a_row_of_each_table_stands_as_it_is_printed(name, log_gamma, figures):
     names = ("accuracy", "layers", "ppr", "fpr")
-    fields = [field for name in names for field in (name, f"{name}_sd")]
-    assert tuple(getattr(RECIPES[name].paper, field) for field in fields) == figures
+    fields = [field for name in names for field in (name, f"{name}_sd")] + ["params", "macs"]
+    assert tuple(getattr(RECIPES[name].paper, field) for field in fields[: len(figures)]) == figures
     assert RECIPES[name].log_gamma == log_gamma

@@ -136,6 +136,17 @@ def test_the_ramp_of_a_run_begins_where_its_rates_begin_to_learn(digits):
     assert run.pruner.log_gamma(steps + 1) == pytest.approx(-90.0 / (round(1.5 * steps) - steps))
 
 
+def test_a_multiplier_is_of_a_block_or_of_all_in_a_module_and_the_innermost_counts(digits):
+    fields = {"options": {"depth": 12}, "multipliers": {"blocks.1": 3.0, "blocks": 2.0}}
+    run = Run(quick(**fields), digits, seed=0, machine=Machine("cpu"))
+    assert run.pruner.multipliers.tolist() == [2.0, 3.0, *[2.0] * 10]  # blocks.10 is not in blocks.1
+
+
+def test_only_images_are_cropped_and_flipped(tmp_path):
+    with pytest.raises(RunError, match=r"diabetes has inputs \(10,\): set augment=false"):
+        train(recipe("diabetes", {"augment": True}), data.load("diabetes"), tmp_path)
+
+
 def test_a_recipe_in_which_no_rate_ever_learns_is_refused(digits, tmp_path):
     with pytest.raises(RunError, match=r"estimate_every=1000 .* first in step 1000, .* after 90\."):
         train(quick(begin_epoch=1, estimate_every=1000), digits, tmp_path)
@@ -450,7 +461,10 @@ def test_a_run_that_cannot_begin_leaves_the_one_before_it(digits, tmp_path):
     ("fields", "message"),
     [
         ({"options": {"outputs": 5}}, r"gives \(5,\) values for a sample, but digits needs \(10,\)"),
-        ({"multipliers": {"stge": 5.0}}, r"begins with stge.*The blocks are blocks\.0"),
+        ({"multipliers": {"stge": 5.0}}, r"stge is no block, nor holds one.*The blocks are blocks\.0"),
+        ({"multipliers": {"blocks.": 5.0}}, r"blocks\. is no block"),
+        ({"options": {"dpth": 3}}, r"'dpth'\. It has: inputs, width, depth, outputs"),
+        ({"options": {"width": 10**8}}, r"do not fit mlp: .*allocate"),
     ],
 )
 def test_settings_that_would_train_something_else_are_refused(digits, tmp_path, fields, message):

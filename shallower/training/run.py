@@ -1,6 +1,7 @@
 """All that a run is made of, built from a recipe; saved and resumed as one."""
 
 import hashlib
+import inspect
 import io
 import json
 import math
@@ -73,6 +74,11 @@ class Run:
     def __init__(self, recipe: Recipe, task: Task, *, seed: int, machine: Machine) -> None:
         self.recipe, self.task, self.seed, self.machine = recipe, task, seed, machine
         self.ranks = Ranks()
+        if recipe.augment and len(task.input_shape) != 3:
+            raise RunError(
+                f"Images can be cropped and flipped, but {task.name} has inputs {task.input_shape}: "
+                "set augment=false."
+            )
         device, fmt = machine.where, torch.channels_last if machine.channels_last else torch.preserve_format
         with OF_ALL_THREADS:  # among it the generator of the initial weights
             torch.manual_seed(seed)
@@ -126,20 +132,13 @@ class Run:
         log_gamma = prior.linear_ramp(recipe.log_gamma, ramp, begin=begin) if ramp else recipe.log_gamma
         _check_learns(recipe, steps)
         names = [block.name for block in find_blocks(self.model)]
-        strangers = [start for start in recipe.multipliers if not any(n.startswith(start) for n in names)]
-        if strangers:
-            raise RunError(
-                f"No block's name begins with {', '.join(strangers)}, so these multipliers would do nothing. "
-                f"The blocks are {', '.join(names)}."
-            )
+        multipliers = _multipliers(recipe, names)
         return Pruner(
             self.model,
             self.optimizer,
             dataset_size=self.size,
             log_gamma=log_gamma,
-            multipliers={
-                n: m for n in names for start, m in recipe.multipliers.items() if n.startswith(start)
-            },
+            multipliers=multipliers,
             estimator=getattr(estimators, recipe.estimator),
             theta=recipe.theta,
             theta_lr=recipe.theta_lr,
@@ -270,6 +269,22 @@ class Run:
             )
 
 
+def _multipliers(recipe: Recipe, names: list[str]) -> dict[str, float]:
+    """Of every block by its name: one given for the block itself, or for the innermost module around it."""
+    found: dict[str, float] = {}
+    strangers = []
+    for place in sorted(recipe.multipliers, key=len):
+        inside = [name for name in names if f"{name}.".startswith(f"{place}.")]
+        found |= dict.fromkeys(inside, recipe.multipliers[place])
+        strangers += [] if inside else [place]
+    if strangers:
+        raise RunError(
+            f"{', '.join(strangers)} is no block, nor holds one, so these multipliers would do nothing. "
+            f"The blocks are {', '.join(names)}."
+        )
+    return found
+
+
 def _check_learns(recipe: Recipe, steps: int) -> None:
     """Theta must learn at least once before the network is finalised."""
     every, end = recipe.estimate_every or 1, (recipe.finalize_epoch or recipe.epochs) * steps
@@ -289,10 +304,14 @@ def _seed_of_draws(seed: int) -> int:
 def _network(recipe: Recipe) -> nn.Module:
     if recipe.network not in models.__all__:
         raise RunError(f"There is no network {recipe.network!r}; there are {', '.join(models.__all__)}.")
+    build = getattr(models, recipe.network)
     try:
-        return getattr(models, recipe.network)(**recipe.options)
-    except TypeError as error:
-        raise RunError(f"The options {recipe.options} do not fit {recipe.network}: {error}.") from error
+        return build(**recipe.options)
+    except (TypeError, RuntimeError) as error:
+        raise RunError(
+            f"The options {recipe.options} do not fit {recipe.network}: {error}. "
+            f"It has: {', '.join(inspect.signature(build).parameters) or 'none'}."
+        ) from error
 
 
 def _check_outputs(model: nn.Module, example: torch.Tensor, recipe: Recipe, task: Task) -> None:
