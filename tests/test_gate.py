@@ -487,3 +487,16 @@ def test_a_module_that_was_removed_refuses_to_run():
     retire(module, "block")
     with pytest.raises(RuntimeError, match=r"'block' was removed.*nn\.ModuleList"):
         module(torch.ones(1, 3))
+
+
+def test_an_inner_product_is_the_same_in_every_memory_format():
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 4, 5, 6), torch.randn(3, 4, 5, 6)
+    by_hand = sum(x * y for x, y in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True))
+    formats = (torch.contiguous_format, torch.channels_last)
+    for left in formats:
+        for right in formats:
+            mine, theirs = a.contiguous(memory_format=left), b.contiguous(memory_format=right)
+            assert float(inner(mine, theirs)) == pytest.approx(by_hand, rel=1e-4)
+            half = inner(mine.bfloat16(), theirs.bfloat16())
+            assert float(half) == pytest.approx(by_hand, abs=0.1)

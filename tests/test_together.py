@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from shallower import Pruner, Residual, flip
+from shallower import Pruner, Residual, first_order, flip, models
 
 N = 200
 
@@ -146,3 +146,75 @@ def test_what_is_no_copy_is_refused():
     pruner.finish()
     with pytest.raises(RuntimeError, match="deepcopy"):
         pruner.follow(copy.deepcopy(model))
+
+
+class Images(nn.Module):
+    """A ResNet with one convolution and BN in its blocks, these checkpointed as it is wished."""
+
+    def __init__(self, style: str, reentrant: bool | None) -> None:
+        super().__init__()
+        self.net = models.resnet(blocks=(2, 1, 2), widths=(4, 8, 8), style=style, final_norm="bare")
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        z = self.net.stem(x)
+        for block in (*self.net.stage1, *self.net.stage2, *self.net.stage3):
+            if self.reentrant is None:
+                z = block(z)
+            else:
+                z = checkpoint(block, z, use_reentrant=self.reentrant)
+        return self.net.head(z)
+
+
+def run_images(
+    style, estimator, *, layout=torch.contiguous_format, reentrant=None, compiled=False, **optimiser
+) -> Pruner:
+    """Twelve steps in two micro-batches each, clipped; theta adds its estimates up as they are."""
+    torch.manual_seed(0)
+    model = Images(style, reentrant).to(memory_format=layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3, **optimiser)
+    pruner = Pruner(
+        model,
+        optimizer,
+        dataset_size=N,
+        log_gamma=-16.0,
+        theta=0.5,
+        theta_lr=2.5e-3,
+        theta_optimizer=torch.optim.SGD,
+        estimator=estimator,
+    )
+    if compiled:
+        torch._dynamo.reset()
+        pruner.compile(backend="aot_eager")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        x = torch.randn(16, 3, 8, 8, generator=generator).contiguous(memory_format=layout)
+        y = (x[:, 0].mean((1, 2)) > 0).long()
+        optimizer.zero_grad()
+        for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+            (F.cross_entropy(model(a), b) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        pruner.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+    survivors = [p for p in model.parameters() if p.ndim == 4]
+    assert all(p.is_contiguous(memory_format=layout) for p in survivors)
+    return pruner
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # where flip checkpoints
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # where dynamo looks
+@pytest.mark.parametrize("style", ["W-B-a-W", "v1"])
+@pytest.mark.parametrize("estimator", [first_order, flip])
+def test_convolutions_learn_the_same_in_channels_last_checkpointed_and_compiled(style, estimator):
+    plain = run_images(style, estimator)
+    assert 1 <= len(plain.events) <= 4
+    last = torch.channels_last
+    for options in (
+        {"layout": last},
+        {"layout": last, "reentrant": False, "fused": True},
+        {"layout": last, "reentrant": True},
+        {"layout": last, "compiled": True},
+    ):
+        other = run_images(style, estimator, **options)
+        assert [(e.step, e.block) for e in other.events] == [(e.step, e.block) for e in plain.events]
+        assert other.theta.tolist() == pytest.approx(plain.theta.tolist(), rel=1e-3, abs=1e-5)
