@@ -227,7 +227,7 @@ def fetch(
 ) -> None:
     """Fetch and verify a dataset."""
     with _plain_errors():
-        task = data.load(name, data_dir)
+        task = data.load(name, data_dir, keep=data_dir is not None)
         out.print(
             f"{name}: {len(task.train):,} training and {len(task.test):,} test samples of {task.input_shape}"
         )
