@@ -250,10 +250,32 @@ def test_other_arithmetic_trains_the_same_network_up_to_rounding(digits, tmp_pat
 
 
 def test_a_folder_that_exists_is_not_touched(digits, tmp_path):
-    (tmp_path / "mine.txt").write_text("x")
+    train(quick(epochs=2), digits, tmp_path, worth=False)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.raises(RunError, match=r"--resume.*--overwrite.*--out"):
         train(quick(), digits, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("recipe", [None, "{}", "[]", "half"])
+def test_a_folder_that_is_no_run_is_not_overwritten(digits, tmp_path, overwrite, recipe):
+    (tmp_path / "tensorboard").mkdir()
+    mine = [tmp_path / name for name in ("metrics.csv", "tensorboard/events", "model.safetensors")]
+    for path in mine:
+        path.write_text("mine")
+    if recipe is not None:
+        (tmp_path / "recipe.json").write_text(recipe)
+    with pytest.raises(RunError, match=r"no recipe\.json of one.*--out"):
+        train(quick(), digits, tmp_path, overwrite=overwrite)
+    assert {path.read_text() for path in mine} == {"mine"}
+
+
+@pytest.mark.parametrize("left", ["log.txt", ".job", ".recipe.json.1.part", "recipe.json"])
+def test_a_run_killed_in_its_first_moments_can_be_overwritten(digits, tmp_path, left):
+    (tmp_path / left).write_text('{"seed": 0}')
+    train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, overwrite=True, worth=False)
+    assert (tmp_path / "result.json").exists()
 
 
 def test_resuming_with_another_recipe_or_seed_is_refused(digits, tmp_path):

@@ -17,7 +17,7 @@ import torch
 
 from shallower import store
 from shallower.data import Task
-from shallower.files import locked, remove_parts, write_csv, write_text
+from shallower.files import PARTS, locked, remove_parts, write_csv, write_text
 from shallower.ledger import block_costs, count_macs, count_parameters, synchronize
 from shallower.pruner import Pruner
 from shallower.ranks import Ranks
@@ -32,7 +32,9 @@ FILES = (
     *(CHECKPOINT, "result.json", store.WEIGHTS, store.STRUCTURE, COMPARISON),
     *("metrics.csv", "thetas.csv", "events.jsonl", "costs.csv", "worth.csv"),
 )
+RECIPE = "recipe.json"  # by which the folder of a run is known
 JOB = ".job"  # which torchrun began the run in a folder
+BEFORE = (JOB, "log.txt")  # what may be there before the recipe; the log is that of `reproduce`
 Report = Callable[[Run, int, float], None]  # the run, its epoch, the mean loss so far
 ASK = 20  # steps after which several ranks ask each other whether to stop
 DIVERGED = (
@@ -161,7 +163,7 @@ def _check_ranks(run: Run, folder: Path, *, resume: bool) -> None:
 
 def _describe(run: Run, folder: Path, *, costs: bool) -> None:
     recipe = run.recipe
-    write_text(folder / "recipe.json", json.dumps({"seed": run.seed, **recipe.model_dump()}, indent=2))
+    write_text(folder / RECIPE, json.dumps({"seed": run.seed, **recipe.model_dump()}, indent=2))
     if run.pruner is not None and costs:
         batch, _ = next(iter(run.batches("test", recipe.batch_size)))
         with run.machine.autocast():
@@ -364,11 +366,28 @@ def _worth(run: Run, pruner: Pruner) -> list[Worth]:
 
 
 def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    if folder.exists() and any(folder.iterdir()) and not (resume or overwrite):
+    if resume or not folder.exists() or not any(folder.iterdir()):
+        return
+    if not _has_run(folder):
+        raise RunError(
+            f"{folder} exists and is not empty, and what is in it is no run: it has no recipe.json of one. "
+            "Nothing was touched. Choose another folder with --out, or empty it yourself."
+        )
+    if not overwrite:
         raise RunError(
             f"{folder} exists and is not empty. Go on with its run by --resume, replace it by --overwrite, "
             "or choose another folder with --out."
         )
+
+
+def _has_run(folder: Path) -> bool:
+    """Whether there is a run, be it one that was killed before it could write its recipe."""
+    if all(path.name in BEFORE or path.match(PARTS) for path in folder.iterdir()):
+        return True
+    try:
+        return "seed" in json.loads((folder / RECIPE).read_text())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _clear(folder: Path, *, replace: bool) -> None:
@@ -378,7 +397,7 @@ def _clear(folder: Path, *, replace: bool) -> None:
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-        if (folder / "dense" / "recipe.json").exists():
+        if (folder / "dense" / RECIPE).exists():
             shutil.rmtree(folder / "dense")
 
 
