@@ -16,14 +16,17 @@ import torch
 import shallower
 from shallower import data
 from shallower.data import Samples
+from shallower.export import FORMS, export
 from shallower.files import locked
 from shallower.recipes import Recipe, recipe
+from shallower.reports.live import following
 from shallower.training import (
     Interrupted,
     Machine,
     Result,
     RunError,
     begun_by,
+    certify_run,
     launched,
     train,
     train_against_dense,
@@ -193,6 +196,24 @@ def test_a_run_that_is_replaced_takes_its_twin_and_its_curves_with_it(digits, tm
     train(quick(), digits, tmp_path / "run", overwrite=True, worth=False)
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert not names & {"dense", "tensorboard", "against_dense.json", "worth.csv"}
+
+
+def test_a_run_that_is_replaced_takes_with_it_what_was_made_of_its_network(digits, tmp_path):
+    """Its certificate, its page, and all forms that it was exported to; other files stay."""
+    train(quick(epochs=2), digits, tmp_path, worth=False)
+    certify_run(tmp_path, digits, steps=0)
+    for form, (name, _) in FORMS.items():
+        if form == "safetensors":
+            export(shallower.load(tmp_path), torch.zeros(1, 1, 8, 8), form, tmp_path / name)
+        else:  # slow to make
+            (tmp_path / name).write_bytes(b"of the old network")
+    with following(tmp_path, report=True):
+        pass
+    (tmp_path / "notes.txt").write_text("mine")
+    train(quick(epochs=2), digits, tmp_path, overwrite=True, worth=False)
+    train(quick(epochs=2), digits, tmp_path / "new", worth=False)
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == names | {"notes.txt", "new"}
 
 
 def test_the_dense_twin_sees_the_same_data_and_is_the_dense_run(digits, tmp_path):

@@ -17,13 +17,24 @@ import torch
 
 from shallower import store
 from shallower.data import Task
+from shallower.export import FORMS
 from shallower.files import PARTS, locked, remove_parts, write_csv, write_text
 from shallower.ledger import block_costs, count_macs, count_parameters, synchronize
 from shallower.pruner import Pruner
 from shallower.ranks import Ranks
 from shallower.recipes import Recipe, label
+from shallower.training.certified import CERTIFICATE
 from shallower.training.checkpoint import CHECKPOINT, RunError
-from shallower.training.result import COMPARISON, Result, compare, count_layers, evaluate, loss_of, versions
+from shallower.training.result import (
+    COMPARISON,
+    PAGE,
+    Result,
+    compare,
+    count_layers,
+    evaluate,
+    loss_of,
+    versions,
+)
 from shallower.training.run import Machine, Run
 from shallower.worth import Worth
 from shallower.worth import worth as measure
@@ -31,6 +42,8 @@ from shallower.worth import worth as measure
 FILES = (
     *(CHECKPOINT, "result.json", store.WEIGHTS, store.STRUCTURE, COMPARISON),
     *("metrics.csv", "thetas.csv", "events.jsonl", "costs.csv", "worth.csv"),
+    *(CERTIFICATE, PAGE),  # and what was made of the network afterwards
+    *(*(name for name, _ in FORMS.values()), "model.onnx.data"),  # ONNX puts large weights beside
 )
 RECIPE = "recipe.json"  # by which the folder of a run is known
 JOB = ".job"  # which torchrun began the run in a folder
