@@ -215,10 +215,13 @@ def reproduce(
         kept = [kept_at(results, row, seed) for row in chosen for seed in range(seeds)]
         found = read_results(file for file in kept if file.exists())
         print(json.dumps([r.model_dump() for r in found]) if as_json else markdown_table(found))
+        if failed:
+            untouched = "" if target is None else f" {target[0]} is as it was."
+            raise RunError(
+                f"{len(failed)} runs failed: {', '.join(failed)}; each folder has a log.txt.{untouched}"
+            )
         if target is not None:
             write_section(*target, f"{markdown_table(found)}\n{histogram_table(found)}")
-        if failed:
-            raise RunError(f"{len(failed)} runs failed: {', '.join(failed)}; each folder has a log.txt.")
 
 
 @app.command("data")

@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from shallower import reproduce
 from shallower.cli import app
 from shallower.recipes import RECIPES, recipe
 from shallower.reproduce import place
@@ -171,6 +172,21 @@ def test_a_run_that_fails_is_named_with_its_log(tmp_path, monkeypatch):
     assert "digits_optimizer=sgd_lr=1e+09 seed 0" in shown.stderr.replace("\n", " ")
     (log,) = (tmp_path / "runs").rglob("log.txt")
     assert log.read_text().startswith("error: In epoch 0")
+
+
+def test_a_table_is_replaced_only_by_that_of_runs_of_which_none_failed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.md").write_text("<!-- x -->\na good table\n<!-- /x -->\n")
+    words = ["reproduce", "digits", "--seeds", "2", *QUICK, "--into", "a.md:x"]
+    fails, begin = iter([0, 1]), reproduce._run
+    with monkeypatch.context() as patched:
+        patched.setattr(reproduce, "_run", lambda *args: next(fails) or begin(*args))
+        shown = run(*words)
+    assert (shown.exit_code, "seed 1; each folder" in shown.stderr.replace("\n", " ")) == (2, True)
+    assert "a.md is as it was" in shown.stderr.replace("\n", " ")
+    assert "a good table" in (tmp_path / "a.md").read_text()
+    assert run(*words).exit_code == 0
+    assert "| 2 |" in (tmp_path / "a.md").read_text()
 
 
 def test_a_missing_tensorboard_names_its_package(tmp_path, monkeypatch):
