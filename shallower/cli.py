@@ -70,12 +70,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """What a user can repair ends in one clear line and exit code 2; an interrupted run in 130."""
+    """What a user can repair ends in one clear line and exit code 2; one that is stopped in 130 or 143."""
     try:
         yield
     except Interrupted as stop:
         err.print(str(stop), highlight=False, markup=False)
-        raise typer.Exit(130) from stop
+        raise typer.Exit(stop.exit_code) from stop
     except KeyboardInterrupt as stop:
         err.print("Stopped.", highlight=False)
         raise typer.Exit(130) from stop

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -16,6 +17,7 @@ from shallower.files import write_text
 from shallower.recipes import Recipe, changes, label
 from shallower.training.checkpoint import CHECKPOINT
 from shallower.training.result import Result
+from shallower.training.stopping import Interrupted, stopping
 
 err = Console(stderr=True)
 
@@ -32,7 +34,8 @@ def reproduce_all(
 ) -> list[str]:
     """Run every recipe with every seed; returns the runs that failed.
 
-    `flags` go to `shallower train` as they are.
+    `flags` go to `shallower train` as they are. Ctrl-C and SIGTERM are passed on to the runs; when these have
+    written their checkpoints, `Interrupted` is raised.
     """
     words = ["--threads", "1", *flags, *(["--data-dir", str(data_dir)] if data_dir else [])]
     every = [(recipe, seed, kept_at(results, recipe, seed)) for seed in seeds for recipe in chosen]
@@ -42,19 +45,53 @@ def reproduce_all(
                 _check(file, recipe, flags)
     todo = [job for job in every if not job[2].exists()]
 
+    children = Children()
+
     def one(job: tuple[Recipe, int, Path]) -> str | None:
         recipe, seed, kept = job
         name = place(recipe)
         folder = runs / name / f"seed{seed}"
-        if not (folder / "result.json").exists() and _run(recipe, seed, folder, words) != 0:
+        if children.signal is not None:
+            return None
+        if not (folder / "result.json").exists() and _run(recipe, seed, folder, words, children) != 0:
             return f"{name} seed {seed}"
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, (folder / "result.json").read_text())
         err.print(f"{name} seed {seed}: done", highlight=False)
         return None
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return [failure for failure in pool.map(one, todo) if failure is not None]
+    with stopping(children.stop) as stopped, ThreadPoolExecutor(jobs) as pool:
+        failed = [failure for failure in pool.map(one, todo) if failure is not None]
+    if stopped:
+        left = sum(not kept.exists() for _, _, kept in todo)
+        raise Interrupted(
+            f"Stopped; {left} of {len(every)} runs are not finished. The same command goes on with them.",
+            stopped[0],
+        )
+    return failed
+
+
+class Children:
+    """The processes at work, and the signal that was passed on to them."""
+
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen[bytes]] = set()
+        self.signal: int | None = None
+
+    def stop(self, number: int) -> None:
+        self.signal = number
+        for child in list(self.running):
+            child.send_signal(number)
+
+    def run(self, command: Sequence[str], **options: Any) -> int:
+        """The command's exit code."""
+        with subprocess.Popen(command, **options) as child:
+            self.running.add(child)
+            if self.signal is not None:  # which came while the child was made
+                child.send_signal(self.signal)
+            code = child.wait()
+            self.running.discard(child)
+        return code
 
 
 def place(recipe: Recipe) -> str:
@@ -83,7 +120,7 @@ def _check(kept: Path, recipe: Recipe, flags: Sequence[str]) -> None:
         )
 
 
-def _run(recipe: Recipe, seed: int, folder: Path, words: Sequence[str]) -> int:
+def _run(recipe: Recipe, seed: int, folder: Path, words: Sequence[str], children: Children) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "shallower", "train", recipe.name, "--seed", str(seed)]
     command += ["--out", str(folder), "--json", *words]
@@ -91,4 +128,4 @@ def _run(recipe: Recipe, seed: int, folder: Path, words: Sequence[str]) -> int:
     command += ["--resume"] if (folder / CHECKPOINT).exists() else ["--overwrite"]
     with (folder / "log.txt").open("a") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
+        return children.run(command, stdout=log, stderr=log, env=environment)

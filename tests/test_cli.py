@@ -1,6 +1,11 @@
 """The command line as a user types it."""
 
 import json
+import os
+import signal
+import sys
+import threading
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +14,7 @@ from shallower import reproduce
 from shallower.cli import app
 from shallower.recipes import RECIPES, recipe
 from shallower.reproduce import place
+from shallower.training.result import loss_of
 
 runner = CliRunner()
 QUICK = ["--set", "epochs=2", "--set", "finalize_epoch=1", "--set", "theta_lr=0.05"]
@@ -187,6 +193,59 @@ def test_a_table_is_replaced_only_by_that_of_runs_of_which_none_failed(tmp_path,
     assert "a good table" in (tmp_path / "a.md").read_text()
     assert run(*words).exit_code == 0
     assert "| 2 |" in (tmp_path / "a.md").read_text()
+
+
+SLEEPER = """
+import pathlib, signal, sys, time
+def stop(number, frame):
+    time.sleep(0.2)  # as a checkpoint takes
+    pathlib.Path(sys.argv[1], "stopped").write_text(str(number))
+    raise SystemExit(1)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(sys.argv[1], "began").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_reproduce_reaches_its_runs_and_no_other_begins(tmp_path, monkeypatch, number, code):
+    """Two of three runs are at work; it waits for both."""
+    monkeypatch.chdir(tmp_path)
+    begun = []
+
+    def sleep(recipe, seed, folder, words, children):
+        folder.mkdir(parents=True)
+        begun.append(folder)
+        return children.run([sys.executable, "-c", SLEEPER, str(folder)])
+
+    def send():
+        while sum((folder / "began").exists() for folder in begun) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(reproduce, "_run", sleep)
+    thread = threading.Thread(target=send)
+    thread.start()
+    shown = run("reproduce", "digits", "--seeds", "3", "--jobs", "2", *QUICK)
+    thread.join()
+    assert shown.exit_code == code
+    assert "3 of 3 runs are not finished. The same command" in shown.stderr.replace("\n", " ")
+    assert len(begun) == 2
+    assert {(folder / "stopped").read_text() for folder in begun} == {str(int(number))}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_ends_with_the_code_of_its_signal(tmp_path, monkeypatch, number, code):
+    def interrupting(*args):
+        os.kill(os.getpid(), number)
+        return loss_of(*args)
+
+    monkeypatch.setattr("shallower.training.run.loss_of", interrupting)
+    shown = run("train", "digits", *QUICK, "--out", str(tmp_path / "run"))
+    assert (shown.exit_code, "--resume" in shown.stderr) == (code, True)
 
 
 def test_a_missing_tensorboard_names_its_package(tmp_path, monkeypatch):

@@ -6,11 +6,10 @@ import math
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from shallower.training.result import (
     versions,
 )
 from shallower.training.run import Machine, Run
+from shallower.training.stopping import Interrupted, stopping
 from shallower.worth import Worth
 from shallower.worth import worth as measure
 
@@ -55,10 +55,6 @@ DIVERGED = (
     "learning rate: --overwrite --set lr=..."
 )
 Note = Callable[[Run, Path], None]  # after each epoch: the run and its folder
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was stopped by the user, after its checkpoint was written."""
 
 
 def train(
@@ -84,7 +80,7 @@ def train(
     options["job"] = job
     with ExitStack() as held:
         run = _begin(recipe, task, Path(folder), held, **options)
-        with _stopping() as stop:
+        with stopping() as stop:
             for _ in _epochs(run, Path(folder), stop, report, note):
                 pass
         _check_stopped(stop, Path(folder))
@@ -115,7 +111,7 @@ def train_against_dense(
             options = {**options, "resume": False, "overwrite": True}
         runs.append(_begin(twin, task, folders[1], held, **options))
         pairs = list(zip(runs, folders, strict=True))
-        with _stopping() as stop:
+        with stopping() as stop:
             for _ in zip_longest(*(_epochs(run, where, stop, report, note) for run, where in pairs)):
                 pass
         _check_stopped(stop, folders[0])
@@ -206,7 +202,7 @@ def _epochs(
 
 def _check_stopped(stop: list[int], folder: Path) -> None:
     if stop:
-        raise Interrupted(f"Stopped; `--resume` goes on from {folder / CHECKPOINT}.")
+        raise Interrupted(f"Stopped; `--resume` goes on from {folder / CHECKPOINT}.", stop[0])
 
 
 def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> float:
@@ -266,7 +262,7 @@ def _to_stop(run: Run, stop: list[int]) -> bool:
         return bool(stop)
     last = run.loader.batch == len(run.loader)
     if (run.loader.batch % ASK == 0 or last) and run.ranks.any(bool(stop)) and not stop:
-        stop.append(0)
+        stop.append(signal.SIGINT)
     return bool(stop) and (run.loader.batch % ASK == 0 or last)
 
 
@@ -412,24 +408,3 @@ def _clear(folder: Path, *, replace: bool) -> None:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         if (folder / "dense" / RECIPE).exists():
             shutil.rmtree(folder / "dense")
-
-
-@contextmanager
-def _stopping() -> Iterator[list[int]]:
-    """A list that Ctrl-C and SIGTERM put their number in, so that a run stops between two steps."""
-    stop: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stop.append(number)
-
-    previous: dict[signal.Signals, Any] = {}
-    try:
-        for which in (signal.SIGINT, signal.SIGTERM):
-            previous[which] = signal.signal(which, note)
-    except ValueError:  # signals belong to the main thread
-        pass
-    try:
-        yield stop
-    finally:
-        for which, handler in previous.items():
-            signal.signal(which, handler)
