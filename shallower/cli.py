@@ -74,7 +74,7 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        err.print(str(stop), highlight=False, markup=False)
+        err.print(str(stop), highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(stop.exit_code) from stop
     except KeyboardInterrupt as stop:
         err.print("Stopped.", highlight=False)

@@ -473,10 +473,47 @@ def test_a_full_disk_leaves_the_last_checkpoint(digits, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match=r"checkpoint\.pt could not be written \(No space.*--resume"):
+    with pytest.raises(OSError, match=r"checkpoint\.pt could not be written \(No space.*Make room"):
         Run(quick(epochs=2), digits, seed=0, machine=Machine()).save(tmp_path)
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
     assert not list(tmp_path.glob(".*part"))
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_full_disk_promises_a_resume_only_from_a_checkpoint(digits, tmp_path, monkeypatch, written):
+    """The first checkpoint fails, or the second; then what is promised is done."""
+    write, calls = Path.write_bytes, []
+
+    def full(path, data):
+        calls.append(path)
+        if len(calls) > written:
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    short = quick(epochs=2, finalize_epoch=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="--resume" if written else "--overwrite") as failure:
+            train(short, digits, tmp_path, worth=False)
+    assert ("--resume" in str(failure.value)) == bool(written)
+    train(short, digits, tmp_path, worth=False, resume=bool(written), overwrite=not written)
+
+
+def test_a_run_stopped_before_its_first_checkpoint_is_to_be_overwritten(digits, tmp_path, monkeypatch):
+    def killed(*args):
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shallower.training.run.loss_of", killed)
+        with pytest.raises(Stop):
+            train(quick(), digits, tmp_path)
+    for resume in (False, True):
+        with pytest.raises(RunError) as refusal:
+            train(quick(), digits, tmp_path, resume=resume)
+        assert "--overwrite" in str(refusal.value)
+        assert "by --resume" not in str(refusal.value)
+        assert "without --resume" not in str(refusal.value)
+    train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, overwrite=True, worth=False)
 
 
 def test_a_run_that_cannot_begin_leaves_the_one_before_it(digits, tmp_path):

@@ -54,7 +54,9 @@ def read(path: Path) -> Checkpoint:
         _check_sums(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise RunError(f"There is no {path} to resume from; start the run without --resume.") from error
+        begun = path.parent.is_dir() and any(path.parent.iterdir())
+        way = "anew, with --overwrite in place of" if begun else "without"
+        raise RunError(f"There is no {path} to resume from; start the run {way} --resume.") from error
     except Exception as error:  # a damaged file may raise anything from inside torch
         raise RunError(f"{path} cannot be read ({error}); start the run anew with --overwrite.") from error
     try:

@@ -6,7 +6,7 @@ import math
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from shallower import store
 from shallower.data import Task
 from shallower.export import FORMS
-from shallower.files import PARTS, locked, remove_parts, write_csv, write_text
+from shallower.files import PARTS, Unwritten, locked, remove_parts, write_csv, write_text
 from shallower.ledger import block_costs, count_macs, count_parameters, synchronize
 from shallower.pruner import Pruner
 from shallower.ranks import Ranks
@@ -78,7 +78,7 @@ def train(
     """
     options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
     options["job"] = job
-    with ExitStack() as held:
+    with _on_a_full_disk(Path(folder)), ExitStack() as held:
         run = _begin(recipe, task, Path(folder), held, **options)
         with stopping() as stop:
             for _ in _epochs(run, Path(folder), stop, report, note):
@@ -105,7 +105,7 @@ def train_against_dense(
         raise RunError(f"{recipe.name} is dense itself (log_gamma is null); choose a recipe that prunes.")
     folders = Path(folder), Path(folder) / "dense"
     twin = recipe.model_copy(update={"log_gamma": None})
-    with ExitStack() as held:
+    with _on_a_full_disk(folders[0]), ExitStack() as held:
         runs = [_begin(recipe, task, folders[0], held, **options)]
         if options.get("resume") and not (folders[1] / CHECKPOINT).exists():  # stopped before the twin's
             options = {**options, "resume": False, "overwrite": True}
@@ -198,6 +198,18 @@ def _epochs(
         if note is not None and run.ranks.first:
             note(run, folder)
         yield
+
+
+@contextmanager
+def _on_a_full_disk(folder: Path) -> Iterator[None]:
+    """What could not be written is told with the way on, which only a checkpoint makes --resume."""
+    try:
+        yield
+    except Unwritten as error:
+        way = (
+            "go on with --resume" if (folder / CHECKPOINT).exists() else "start the run anew with --overwrite"
+        )
+        raise Unwritten(error.errno, f"{error.strerror}, then {way}") from error
 
 
 def _check_stopped(stop: list[int], folder: Path) -> None:
@@ -383,9 +395,11 @@ def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
             "Nothing was touched. Choose another folder with --out, or empty it yourself."
         )
     if not overwrite:
+        way = "It was stopped before its first checkpoint: replace it by --overwrite"
+        if (folder / CHECKPOINT).exists():
+            way = "Go on with it by --resume, replace it by --overwrite"
         raise RunError(
-            f"{folder} exists and is not empty. Go on with its run by --resume, replace it by --overwrite, "
-            "or choose another folder with --out."
+            f"{folder} exists and is not empty; it holds a run. {way}, or choose another folder with --out."
         )
 
 
