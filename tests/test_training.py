@@ -18,7 +18,7 @@ from shallower import data
 from shallower.data import Samples
 from shallower.export import FORMS, export
 from shallower.files import locked
-from shallower.recipes import Recipe, recipe
+from shallower.recipes import Paper, Recipe, recipe
 from shallower.reports.live import following
 from shallower.training import (
     Interrupted,
@@ -301,9 +301,30 @@ def test_a_run_killed_in_its_first_moments_can_be_overwritten(digits, tmp_path, 
 
 def test_resuming_with_another_recipe_or_seed_is_refused(digits, tmp_path):
     train(quick(epochs=2), digits, tmp_path)
-    for fields, seed in (({"epochs": 2, "lr": 0.1}, 0), ({"epochs": 2}, 5)):
-        with pytest.raises(RunError, match="another run"):
+    for fields, seed, named in (
+        ({"epochs": 2, "lr": 0.1, "decay": 2.0}, 0, r"lr=0\.001 \(now 0\.1\), decay=.* \(now 2\.0\)\."),
+        ({"epochs": 2}, 5, r"seed=0 \(now 5\)\."),
+    ):
+        with pytest.raises(RunError, match=f"another run: {named}"):
             train(quick(**fields), digits, tmp_path, seed=seed, resume=True)
+    other = quick(epochs=2).model_copy(update={"name": "mine"})
+    with pytest.raises(RunError, match=r"recipe=digits \(now mine\)\."):
+        train(other, digits, tmp_path, resume=True)
+
+
+def test_remarks_in_a_recipe_may_change_before_a_resume(digits, tmp_path):
+    with pytest.raises(Stop):
+        train(quick(epochs=2), digits, tmp_path, worth=False, note=stop_after_an_epoch)
+    said = quick(epochs=2).model_copy(update={"departs": "in words", "paper": Paper(accuracy=99.0)})
+    assert train(said, digits, tmp_path, worth=False, resume=True).test_accuracy is not None
+
+
+def test_a_run_is_resumed_or_overwritten_not_both(digits, tmp_path):
+    train(quick(epochs=2), digits, tmp_path, worth=False)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(RunError, match=r"--resume and --overwrite.*Give one"):
+        train(quick(epochs=2), digits, tmp_path, resume=True, overwrite=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
 def test_resuming_from_nothing_or_from_a_damaged_file_is_refused(digits, tmp_path):

@@ -143,7 +143,7 @@ def _begin(
         folder.mkdir(parents=True, exist_ok=True)
         if not held.enter_context(locked(folder)):
             raise RunError(f"Another process trains in {folder}. Wait for it, or choose another with --out.")
-        _clear(folder, replace=overwrite and not resume)
+        _clear(folder, replace=overwrite)
         if job is not None:
             write_text(folder / JOB, job)
         _describe(run, folder, costs=not resume)
@@ -387,6 +387,11 @@ def _worth(run: Run, pruner: Pruner) -> list[Worth]:
 
 
 def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise RunError(
+            "Found --resume and --overwrite, of which one keeps the run in the folder and the other replaces "
+            "it. Give one of them."
+        )
     if resume or not folder.exists() or not any(folder.iterdir()):
         return
     if not _has_run(folder):

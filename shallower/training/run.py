@@ -25,7 +25,7 @@ from shallower.ledger import Ledger, Load, count_macs, count_parameters
 from shallower.pruner import Pruner
 from shallower.ranks import Ranks
 from shallower.recipes import Recipe
-from shallower.training.checkpoint import CHECKPOINT, Checkpoint, RunError, read
+from shallower.training.checkpoint import CHECKPOINT, Checkpoint, RunError, differences, read
 from shallower.training.clock import Clock
 from shallower.training.result import loss_of
 from shallower.training.resumed import check_groups, check_history, check_moments, check_schedule, groups_of
@@ -204,16 +204,11 @@ class Run:
         """Go on where the run in `folder` stopped."""
         path = folder / CHECKPOINT
         kept = read(path)
-        try:
-            theirs = Recipe.model_validate_json(kept.recipe)
-        except ValueError as error:
+        other = differences(path, kept, self.recipe, self.seed)
+        if other:
             raise RunError(
-                f"{path} has a recipe that cannot be read: {error}. Start the run anew."
-            ) from error
-        if theirs != self.recipe or kept.seed != self.seed:
-            raise RunError(
-                f"{path} is of another run: recipe {theirs.name}, seed {kept.seed}, perhaps other fields. "
-                "Resume it with the same recipe, --seed and --set, or choose another folder with --out."
+                f"{path} is of another run: {', '.join(other)}. Resume it with the same recipe, --seed and "
+                "--set, or choose another folder with --out."
             )
         if kept.arithmetic != self.machine.arithmetic:
             raise RunError(
