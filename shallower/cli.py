@@ -31,7 +31,7 @@ from shallower.reports import (
 from shallower.reports.costs import INPUTS, network_cost
 from shallower.reports.live import following
 from shallower.reports.table import FORMATS
-from shallower.reproduce import kept_at, reproduce_all
+from shallower.reproduce import kept_at, place, reproduce_all
 from shallower.shown import out, show, show_blocks, show_certificate, show_ratios
 from shallower.store import load
 from shallower.training import (
@@ -135,7 +135,9 @@ def train_one(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     set_: Overrides = None,
     epochs: Epochs = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="default: runs/RECIPE/seedN")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="default: runs/RECIPE_and_what_is_set/seedN")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="go on where the run in the folder stopped")] = False,
     overwrite: Annotated[bool, typer.Option(help="replace the run in the folder")] = False,
     data_dir: DataDir = None,
@@ -158,7 +160,7 @@ def train_one(
             torch.set_num_threads(threads)
         chosen = _chosen(name, set_, epochs)
         task = data.load(chosen.task, data_dir)
-        target = folder or Path("runs") / name / f"seed{seed}"
+        target = folder or Path("runs") / place(chosen) / f"seed{seed}"
         options: dict[str, Any] = {"seed": seed, "resume": resume, "overwrite": overwrite, "worth": worth}
         dense: Result | None = None
         with launched(Machine(device, bf16, channels_last, compiled)) as (launch, options["machine"]):

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shallower.files import write_text
 from shallower.recipes import Recipe, changes, label
-from shallower.training.checkpoint import CHECKPOINT
+from shallower.training.checkpoint import CHECKPOINT, RunError, differences, read
 from shallower.training.result import Result
 from shallower.training.stopping import Interrupted, stopping
 
@@ -40,9 +40,12 @@ def reproduce_all(
     words = ["--threads", "1", *flags, *(["--data-dir", str(data_dir)] if data_dir else [])]
     every = [(recipe, seed, kept_at(results, recipe, seed)) for seed in seeds for recipe in chosen]
     for recipe, seed, kept in every:
-        for file in (kept, runs / place(recipe) / f"seed{seed}" / "result.json"):
-            if file.exists():
-                _check(file, recipe, flags)
+        folder = runs / place(recipe) / f"seed{seed}"
+        done = [file for file in (kept, folder / "result.json") if file.exists()]
+        for file in done:
+            _check(file, recipe, flags)
+        if not done and (folder / CHECKPOINT).exists():
+            _check_begun(folder / CHECKPOINT, recipe, seed, flags)
     todo = [job for job in every if not job[2].exists()]
 
     children = Children()
@@ -117,6 +120,26 @@ def _check(kept: Path, recipe: Recipe, flags: Sequence[str]) -> None:
         raise ValueError(
             f"{kept} was made with other settings: {', '.join(other)}. Remove it, or keep the results of "
             "these settings elsewhere: --results DIR --runs DIR."
+        )
+
+
+def _check_begun(path: Path, recipe: Recipe, seed: int, flags: Sequence[str]) -> None:
+    """A run that was begun is gone on with, and so must be of these settings."""
+    try:
+        begun = read(path)
+        other = differences(path, begun, recipe, seed)
+    except RunError as error:
+        raise ValueError(f"{error} Or remove {path.parent}, and the run is made again.") from error
+    now = {name: f"--{name.replace('_', '-')}" in flags for name in begun.arithmetic}
+    other += [
+        f"{name}={begun.arithmetic[name]} (now {on})"
+        for name, on in now.items()
+        if begun.arithmetic[name] != on
+    ]
+    if other:
+        raise ValueError(
+            f"{path} is of a run with other settings: {', '.join(other)}. Finish that run or remove "
+            f"{path.parent}, or make the runs of these settings elsewhere: --runs DIR."
         )
 
 

@@ -10,10 +10,11 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from shallower import reproduce
+from shallower import data, reproduce
 from shallower.cli import app
 from shallower.recipes import RECIPES, recipe
 from shallower.reproduce import place
+from shallower.training import Interrupted, train
 from shallower.training.result import loss_of
 
 runner = CliRunner()
@@ -144,6 +145,44 @@ def test_reproduce_runs_each_seed_once_and_never_takes_another_result_for_its_ow
     shown = run("reproduce", "digits", "--seeds", "1", *QUICK)
     assert shown.exit_code == 2
     assert "decay=0.15 (now 0.3)" in shown.stderr.replace("\n", " ")
+
+
+def test_train_and_reproduce_keep_a_setting_in_the_same_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in (["--epochs", "1"], QUICK):
+        assert run("train", "digits", "--no-worth", "--json", *words).exit_code == 0
+    quick = "digits_epochs=2_theta_lr=0.05_finalize_epoch=1"
+    short = "digits_epochs=1_theta_lr=0.4_finalize_epoch=1"
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {quick, short}
+    monkeypatch.setattr(reproduce, "_run", None)  # nothing is left to be run
+    for words in (["--epochs", "1"], QUICK):
+        assert run("reproduce", "digits", "--seeds", "1", *words).exit_code == 0
+    assert place(recipe("digits")) == "digits"
+
+
+def test_a_run_that_was_begun_with_other_settings_is_named_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reproduce, "_run", None)
+    chosen, folder = recipe("digits", {"epochs": 2, "finalize_epoch": 1}), tmp_path / "runs/digits/seed1"
+
+    def stop(run, folder):
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train(chosen, data.load("digits"), folder, seed=1, note=stop)
+    words = ["reproduce", "digits", "--seeds", "2"]
+    shown = run(*words)
+    text = shown.stderr.replace("\n", " ")
+    assert (shown.exit_code, "settings: epochs=2 (now 40), finalize_epoch=1 (now 35). Finish" in text) == (
+        2,
+        True,
+    )
+    monkeypatch.setitem(RECIPES, "digits", chosen)
+    shown = run(*words, "--bf16")
+    assert "settings: bf16=False (now True). Finish" in shown.stderr.replace("\n", " ")
+    (folder / "checkpoint.pt").write_bytes(b"half")
+    shown = run(*words)
+    assert (shown.exit_code, "Or remove runs/digits/seed1" in shown.stderr.replace("\n", " ")) == (2, True)
 
 
 @pytest.mark.parametrize("text", ['{"recipe"', "[]", "{}"])
