@@ -1,5 +1,6 @@
 """Several runs at a time, each a process with one thread; a finished run is not run again."""
 
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from shallower.training.result import Result
 from shallower.training.stopping import Interrupted, stopping
 
 err = Console(stderr=True)
+LONGEST = 180  # bytes of a folder's name; 255 are allowed nearly everywhere
 
 
 def reproduce_all(
@@ -98,8 +100,16 @@ class Children:
 
 
 def place(recipe: Recipe) -> str:
-    """The folder of a setting: what was set beside the recipe is part of it, so that no two share one."""
-    return re.sub(r"[^\w.=+-]+", "_", label(recipe))
+    """The folder of a setting: what was set beside the recipe is part of it, so that no two share one.
+
+    A name that is longer than file systems take ends in a hash of the setting instead.
+    """
+    name = re.sub(r"[^\w.=+-]+", "_", label(recipe))
+    if len(name.encode()) <= LONGEST:
+        return name
+    setting = json.dumps(changes(recipe), sort_keys=True)
+    digest = hashlib.sha256(setting.encode()).hexdigest()[:16]
+    return f"{name.encode()[: LONGEST - 17].decode(errors='ignore')}_{digest}"
 
 
 def kept_at(results: Path, recipe: Recipe, seed: int) -> Path:

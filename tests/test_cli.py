@@ -160,6 +160,17 @@ def test_train_and_reproduce_keep_a_setting_in_the_same_folder(tmp_path, monkeyp
     assert place(recipe("digits")) == "digits"
 
 
+def test_long_settings_have_names_that_a_disk_takes_and_no_two_share_one(tmp_path):
+    """Up to 180 bytes a name is the setting in words."""
+    starts = [*("x" * number for number in (154, 155, 156, 157, 4000)), "ä" * 150]
+    names = [place(recipe("digits", {"multipliers": {start: 1.0}})) for start in starts]
+    assert names[:2] == [f"digits_multipliers=_{start}_1.0_" for start in starts[:2]]
+    assert [len(name.encode()) for name in names] == [179, 180, 180, 180, 180, 179]
+    assert len(set(names)) == 6
+    for name in names:
+        (tmp_path / name).mkdir()
+
+
 def test_a_run_that_was_begun_with_other_settings_is_named_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(reproduce, "_run", None)
