@@ -368,15 +368,16 @@ def _progress(chosen: Recipe, *, show: bool) -> Iterator[Any]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=err) as progress:
-        bar: TaskID = progress.add_task(chosen.name, total=chosen.epochs, now="")
+        bars: dict[str, TaskID] = {chosen.name: progress.add_task(chosen.name, total=chosen.epochs, now="")}
 
         def report(run: Run, epoch: int, loss: float) -> None:
+            name = chosen.name if run.recipe.dense == chosen.dense else f"{chosen.name}, dense twin"
+            if name not in bars:
+                bars[name] = progress.add_task(name, total=chosen.epochs, now="")
             done = epoch + run.loader.batch / len(run.loader)
-            macs = run.history[-1]["macs"] if run.history else run.macs_dense
-            now = (
-                f"epoch {epoch + 1}/{chosen.epochs}  loss {loss:.4f}  blocks {len(run.alive)}  MACs {macs:,}"
-            )
-            progress.update(bar, completed=done, now=now)
+            size = f"blocks {len(run.alive)}  MACs {run.macs:,}"
+            now = f"epoch {epoch + 1}/{chosen.epochs}  loss {loss:.4f}  {size}"
+            progress.update(bars[name], completed=done, now=now)
 
         yield report
 

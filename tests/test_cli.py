@@ -1,5 +1,6 @@
 """The command line as a user types it."""
 
+import io
 import json
 import os
 import signal
@@ -8,13 +9,14 @@ import threading
 import time
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from shallower import data, reproduce
+from shallower import cli, data, reproduce
 from shallower.cli import app
 from shallower.recipes import RECIPES, recipe
 from shallower.reproduce import place
-from shallower.training import Interrupted, train
+from shallower.training import Interrupted, train, train_against_dense
 from shallower.training.result import loss_of
 
 runner = CliRunner()
@@ -296,6 +298,21 @@ def test_a_run_that_is_stopped_ends_with_the_code_of_its_signal(tmp_path, monkey
     monkeypatch.setattr("shallower.training.run.loss_of", interrupting)
     shown = run("train", "digits", *QUICK, "--out", str(tmp_path / "run"))
     assert (shown.exit_code, "--resume" in shown.stderr) == (code, True)
+
+
+def test_the_progress_of_a_run_and_of_its_twin_are_told_apart(tmp_path, monkeypatch):
+    told = io.StringIO()
+    monkeypatch.setattr(cli, "err", Console(file=told, force_terminal=True, width=200))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    chosen = recipe("digits", {"epochs": 2, "finalize_epoch": 1, "theta_lr": 0.05})
+    with cli._progress(chosen, show=True) as report:
+        found = train_against_dense(chosen, data.load("digits"), tmp_path, report=report, worth=False)
+    pruned, dense = [line for line in told.getvalue().splitlines() if "MACs" in line][-2:]
+    for line, name, result in ((pruned, "digits ", found[0]), (dense, "digits, dense twin ", found[1])):
+        assert name in line
+        assert "epoch 2/2  loss" in line
+        assert f"blocks {result.blocks_kept}  MACs {result.macs:,}" in line
+    assert found[0].macs < found[1].macs
 
 
 def test_a_missing_tensorboard_names_its_package(tmp_path, monkeypatch):

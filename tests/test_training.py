@@ -18,6 +18,7 @@ from shallower import data
 from shallower.data import Samples
 from shallower.export import FORMS, export
 from shallower.files import locked
+from shallower.ledger import count_macs
 from shallower.recipes import Paper, Recipe, recipe
 from shallower.reports.live import following
 from shallower.training import (
@@ -580,6 +581,23 @@ def test_progress_is_told_in_short_epochs_too(digits, tmp_path):
     told = []
     train(quick(), digits, tmp_path, report=lambda run, epoch, loss: told.append(epoch))
     assert set(told) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("network", [{}, {"network": "cnn", "options": {"depth": 10}}, {"log_gamma": None}])
+def test_the_macs_of_a_run_are_those_of_its_network_at_any_step(digits, tmp_path, monkeypatch, network):
+    """Counted once and added up, against counted anew."""
+    monkeypatch.setattr("shallower.training.clock.Clock.since", lambda *args: 1.0)  # it is told at every step
+    images = Samples(torch.rand(200, 1, 28, 28), torch.arange(200) % 10)
+    task = replace(digits, train=images, test=images) if "network" in network else digits
+    told = []
+
+    def compare(run, epoch, loss):
+        told.append(run.macs)
+        assert run.macs == count_macs(run.model, run.example)
+
+    result = train(quick(theta_lr=0.2, **network), task, tmp_path, report=compare, worth=False)
+    assert told[-1] == result.macs
+    assert (told[-1] < told[0]) == ("log_gamma" not in network)
 
 
 def test_training_works_outside_the_main_thread(digits, tmp_path):

@@ -172,6 +172,13 @@ class Run:
     def alive(self) -> list[str]:
         return self._blocks if self.pruner is None else self.pruner.alive
 
+    @property
+    def macs(self) -> int:
+        """Of the network as it is now: nothing is counted anew."""
+        if self.ledger is None:
+            return self.macs_dense
+        return self.ledger.rest + sum(self.ledger.blocks[name] for name in self.alive)
+
     # -- on disk --------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
