@@ -21,6 +21,7 @@ from shallower.files import locked
 from shallower.ledger import count_macs
 from shallower.recipes import Paper, Recipe, recipe
 from shallower.reports.live import following
+from shallower.reports.runs import load_run
 from shallower.training import (
     Interrupted,
     Machine,
@@ -73,6 +74,16 @@ def test_a_run_leaves_everything_in_its_folder(digits, tmp_path):
     assert result.layers == 2 + 2 * result.blocks_kept
     assert result.params < result.params_dense
     assert 0 < result.training_macs_ratio < 1
+
+
+def test_a_dense_run_has_no_rates_and_no_removals_and_says_so(digits, tmp_path):
+    train(quick(log_gamma=None), digits, tmp_path)
+    assert [(tmp_path / name).read_text() for name in ("thetas.csv", "events.jsonl")] == ["", ""]
+    found = load_run(tmp_path)
+    assert (len(found.metrics), found.thetas, found.events, found.removed) == (3, [], [], set())
+    with following(tmp_path, report=True):
+        pass
+    assert (tmp_path / "report.html").stat().st_size > 1000
 
 
 def test_the_stored_network_is_the_trained_one(digits, tmp_path):

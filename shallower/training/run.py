@@ -264,12 +264,10 @@ class Run:
         """The run so far, for people and their tools."""
         if not self.ranks.first:
             return
+        events = [] if self.pruner is None else self.pruner.events
         write_csv(folder / "metrics.csv", self.history)
-        if self.pruner is not None:
-            write_csv(folder / "thetas.csv", self.rates)
-            write_text(
-                folder / "events.jsonl", "".join(json.dumps(asdict(e)) + "\n" for e in self.pruner.events)
-            )
+        write_csv(folder / "thetas.csv", self.rates)
+        write_text(folder / "events.jsonl", "".join(json.dumps(asdict(e)) + "\n" for e in events))
 
 
 def _check_learns(recipe: Recipe, steps: int) -> None:
