@@ -31,7 +31,7 @@ from shallower.reports import (
 from shallower.reports.costs import INPUTS, network_cost
 from shallower.reports.live import following
 from shallower.reports.table import FORMATS
-from shallower.reproduce import kept_at, reproduce_all
+from shallower.reproduce import kept_at, place, reproduce_all
 from shallower.shown import out, show, show_blocks, show_certificate, show_ratios
 from shallower.store import load
 from shallower.training import (
@@ -70,12 +70,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """What a user can repair ends in one clear line and exit code 2; an interrupted run in 130."""
+    """What a user can repair ends in one clear line and exit code 2; one that is stopped in 130 or 143."""
     try:
         yield
     except Interrupted as stop:
-        err.print(str(stop), highlight=False, markup=False)
-        raise typer.Exit(130) from stop
+        err.print(str(stop), highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(stop.exit_code) from stop
     except KeyboardInterrupt as stop:
         err.print("Stopped.", highlight=False)
         raise typer.Exit(130) from stop
@@ -135,7 +135,9 @@ def train_one(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     set_: Overrides = None,
     epochs: Epochs = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="default: runs/RECIPE/seedN")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="default: runs/RECIPE_and_what_is_set/seedN")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="go on where the run in the folder stopped")] = False,
     overwrite: Annotated[bool, typer.Option(help="replace the run in the folder")] = False,
     data_dir: DataDir = None,
@@ -158,7 +160,7 @@ def train_one(
             torch.set_num_threads(threads)
         chosen = _chosen(name, set_, epochs)
         task = data.load(chosen.task, data_dir)
-        target = folder or Path("runs") / name / f"seed{seed}"
+        target = folder or Path("runs") / place(chosen) / f"seed{seed}"
         options: dict[str, Any] = {"seed": seed, "resume": resume, "overwrite": overwrite, "worth": worth}
         dense: Result | None = None
         with launched(Machine(device, bf16, channels_last, compiled)) as (launch, options["machine"]):
@@ -215,10 +217,13 @@ def reproduce(
         kept = [kept_at(results, row, seed) for row in chosen for seed in range(seeds)]
         found = read_results(file for file in kept if file.exists())
         print(json.dumps([r.model_dump() for r in found]) if as_json else markdown_table(found))
+        if failed:
+            untouched = "" if target is None else f" {target[0]} is as it was."
+            raise RunError(
+                f"{len(failed)} runs failed: {', '.join(failed)}; each folder has a log.txt.{untouched}"
+            )
         if target is not None:
             write_section(*target, f"{markdown_table(found)}\n{histogram_table(found)}")
-        if failed:
-            raise RunError(f"{len(failed)} runs failed: {', '.join(failed)}; each folder has a log.txt.")
 
 
 @app.command("data")
@@ -227,7 +232,7 @@ def fetch(
 ) -> None:
     """Fetch and verify a dataset."""
     with _plain_errors():
-        task = data.load(name, data_dir)
+        task = data.load(name, data_dir, keep=data_dir is not None)
         out.print(
             f"{name}: {len(task.train):,} training and {len(task.test):,} test samples of {task.input_shape}"
         )
@@ -363,15 +368,16 @@ def _progress(chosen: Recipe, *, show: bool) -> Iterator[Any]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=err) as progress:
-        bar: TaskID = progress.add_task(chosen.name, total=chosen.epochs, now="")
+        bars: dict[str, TaskID] = {chosen.name: progress.add_task(chosen.name, total=chosen.epochs, now="")}
 
         def report(run: Run, epoch: int, loss: float) -> None:
+            name = chosen.name if run.recipe.dense == chosen.dense else f"{chosen.name}, dense twin"
+            if name not in bars:
+                bars[name] = progress.add_task(name, total=chosen.epochs, now="")
             done = epoch + run.loader.batch / len(run.loader)
-            macs = run.history[-1]["macs"] if run.history else run.macs_dense
-            now = (
-                f"epoch {epoch + 1}/{chosen.epochs}  loss {loss:.4f}  blocks {len(run.alive)}  MACs {macs:,}"
-            )
-            progress.update(bar, completed=done, now=now)
+            size = f"blocks {len(run.alive)}  MACs {run.macs:,}"
+            now = f"epoch {epoch + 1}/{chosen.epochs}  loss {loss:.4f}  {size}"
+            progress.update(bars[name], completed=done, now=now)
 
         yield report
 

@@ -12,6 +12,10 @@ from typing import Any
 PARTS = ".*.part"  # what a process that was killed while it wrote leaves behind
 
 
+class Unwritten(OSError):
+    """A file that could not be written; the one before it, if there was one, is still there."""
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
     """Whether the folder is this process's own for a while; the lock goes with the process, however it ends.
@@ -55,10 +59,10 @@ def atomic(path: Path) -> Iterator[Path]:
         os.replace(part, path)
         _to_disk(path.parent)
     except OSError as error:
-        raise OSError(
+        raise Unwritten(
             error.errno,
             f"{path} could not be written ({error.strerror or error}) and is as it was before. Make room or "
-            "give leave to write there, then go on; a run goes on with --resume",
+            "give leave to write there",
         ) from error
     finally:
         part.unlink(missing_ok=True)

@@ -1,13 +1,23 @@
 """The command line as a user types it."""
 
+import io
 import json
+import os
+import signal
+import sys
+import threading
+import time
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from shallower import cli, data, reproduce
 from shallower.cli import app
 from shallower.recipes import RECIPES, recipe
 from shallower.reproduce import place
+from shallower.training import Interrupted, train, train_against_dense
+from shallower.training.result import loss_of
 
 runner = CliRunner()
 QUICK = ["--set", "epochs=2", "--set", "finalize_epoch=1", "--set", "theta_lr=0.05"]
@@ -139,6 +149,55 @@ def test_reproduce_runs_each_seed_once_and_never_takes_another_result_for_its_ow
     assert "decay=0.15 (now 0.3)" in shown.stderr.replace("\n", " ")
 
 
+def test_train_and_reproduce_keep_a_setting_in_the_same_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in (["--epochs", "1"], QUICK):
+        assert run("train", "digits", "--no-worth", "--json", *words).exit_code == 0
+    quick = "digits_epochs=2_theta_lr=0.05_finalize_epoch=1"
+    short = "digits_epochs=1_theta_lr=0.4_finalize_epoch=1"
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {quick, short}
+    monkeypatch.setattr(reproduce, "_run", None)  # nothing is left to be run
+    for words in (["--epochs", "1"], QUICK):
+        assert run("reproduce", "digits", "--seeds", "1", *words).exit_code == 0
+    assert place(recipe("digits")) == "digits"
+
+
+def test_long_settings_have_names_that_a_disk_takes_and_no_two_share_one(tmp_path):
+    """Up to 180 bytes a name is the setting in words."""
+    starts = [*("x" * number for number in (154, 155, 156, 157, 4000)), "ä" * 150]
+    names = [place(recipe("digits", {"multipliers": {start: 1.0}})) for start in starts]
+    assert names[:2] == [f"digits_multipliers=_{start}_1.0_" for start in starts[:2]]
+    assert [len(name.encode()) for name in names] == [179, 180, 180, 180, 180, 179]
+    assert len(set(names)) == 6
+    for name in names:
+        (tmp_path / name).mkdir()
+
+
+def test_a_run_that_was_begun_with_other_settings_is_named_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reproduce, "_run", None)
+    chosen, folder = recipe("digits", {"epochs": 2, "finalize_epoch": 1}), tmp_path / "runs/digits/seed1"
+
+    def stop(run, folder):
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train(chosen, data.load("digits"), folder, seed=1, note=stop)
+    words = ["reproduce", "digits", "--seeds", "2"]
+    shown = run(*words)
+    text = shown.stderr.replace("\n", " ")
+    assert (shown.exit_code, "settings: epochs=2 (now 40), finalize_epoch=1 (now 35). Finish" in text) == (
+        2,
+        True,
+    )
+    monkeypatch.setitem(RECIPES, "digits", chosen)
+    shown = run(*words, "--bf16")
+    assert "settings: bf16=False (now True). Finish" in shown.stderr.replace("\n", " ")
+    (folder / "checkpoint.pt").write_bytes(b"half")
+    shown = run(*words)
+    assert (shown.exit_code, "Or remove runs/digits/seed1" in shown.stderr.replace("\n", " ")) == (2, True)
+
+
 @pytest.mark.parametrize("text", ['{"recipe"', "[]", "{}"])
 def test_a_damaged_result_is_named(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
@@ -171,6 +230,89 @@ def test_a_run_that_fails_is_named_with_its_log(tmp_path, monkeypatch):
     assert "digits_optimizer=sgd_lr=1e+09 seed 0" in shown.stderr.replace("\n", " ")
     (log,) = (tmp_path / "runs").rglob("log.txt")
     assert log.read_text().startswith("error: In epoch 0")
+
+
+def test_a_table_is_replaced_only_by_that_of_runs_of_which_none_failed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.md").write_text("<!-- x -->\na good table\n<!-- /x -->\n")
+    words = ["reproduce", "digits", "--seeds", "2", *QUICK, "--into", "a.md:x"]
+    fails, begin = iter([0, 1]), reproduce._run
+    with monkeypatch.context() as patched:
+        patched.setattr(reproduce, "_run", lambda *args: next(fails) or begin(*args))
+        shown = run(*words)
+    assert (shown.exit_code, "seed 1; each folder" in shown.stderr.replace("\n", " ")) == (2, True)
+    assert "a.md is as it was" in shown.stderr.replace("\n", " ")
+    assert "a good table" in (tmp_path / "a.md").read_text()
+    assert run(*words).exit_code == 0
+    assert "| 2 |" in (tmp_path / "a.md").read_text()
+
+
+SLEEPER = """
+import pathlib, signal, sys, time
+def stop(number, frame):
+    time.sleep(0.2)  # as a checkpoint takes
+    pathlib.Path(sys.argv[1], "stopped").write_text(str(number))
+    raise SystemExit(1)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(sys.argv[1], "began").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_reproduce_reaches_its_runs_and_no_other_begins(tmp_path, monkeypatch, number, code):
+    """Two of three runs are at work; it waits for both."""
+    monkeypatch.chdir(tmp_path)
+    begun = []
+
+    def sleep(recipe, seed, folder, words, children):
+        folder.mkdir(parents=True)
+        begun.append(folder)
+        return children.run([sys.executable, "-c", SLEEPER, str(folder)])
+
+    def send():
+        while sum((folder / "began").exists() for folder in begun) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(reproduce, "_run", sleep)
+    thread = threading.Thread(target=send)
+    thread.start()
+    shown = run("reproduce", "digits", "--seeds", "3", "--jobs", "2", *QUICK)
+    thread.join()
+    assert shown.exit_code == code
+    assert "3 of 3 runs are not finished. The same command" in shown.stderr.replace("\n", " ")
+    assert len(begun) == 2
+    assert {(folder / "stopped").read_text() for folder in begun} == {str(int(number))}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_ends_with_the_code_of_its_signal(tmp_path, monkeypatch, number, code):
+    def interrupting(*args):
+        os.kill(os.getpid(), number)
+        return loss_of(*args)
+
+    monkeypatch.setattr("shallower.training.run.loss_of", interrupting)
+    shown = run("train", "digits", *QUICK, "--out", str(tmp_path / "run"))
+    assert (shown.exit_code, "--resume" in shown.stderr) == (code, True)
+
+
+def test_the_progress_of_a_run_and_of_its_twin_are_told_apart(tmp_path, monkeypatch):
+    told = io.StringIO()
+    monkeypatch.setattr(cli, "err", Console(file=told, force_terminal=True, width=200))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    chosen = recipe("digits", {"epochs": 2, "finalize_epoch": 1, "theta_lr": 0.05})
+    with cli._progress(chosen, show=True) as report:
+        found = train_against_dense(chosen, data.load("digits"), tmp_path, report=report, worth=False)
+    pruned, dense = [line for line in told.getvalue().splitlines() if "MACs" in line][-2:]
+    for line, name, result in ((pruned, "digits ", found[0]), (dense, "digits, dense twin ", found[1])):
+        assert name in line
+        assert "epoch 2/2  loss" in line
+        assert f"blocks {result.blocks_kept}  MACs {result.macs:,}" in line
+    assert found[0].macs < found[1].macs
 
 
 def test_a_missing_tensorboard_names_its_package(tmp_path, monkeypatch):

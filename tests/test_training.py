@@ -16,14 +16,19 @@ import torch
 import shallower
 from shallower import data
 from shallower.data import Samples
+from shallower.export import FORMS, export
 from shallower.files import locked
-from shallower.recipes import Recipe, recipe
+from shallower.ledger import count_macs
+from shallower.recipes import Paper, Recipe, recipe
+from shallower.reports.live import following
+from shallower.reports.runs import load_run
 from shallower.training import (
     Interrupted,
     Machine,
     Result,
     RunError,
     begun_by,
+    certify_run,
     launched,
     train,
     train_against_dense,
@@ -69,6 +74,16 @@ def test_a_run_leaves_everything_in_its_folder(digits, tmp_path):
     assert result.layers == 2 + 2 * result.blocks_kept
     assert result.params < result.params_dense
     assert 0 < result.training_macs_ratio < 1
+
+
+def test_a_dense_run_has_no_rates_and_no_removals_and_says_so(digits, tmp_path):
+    train(quick(log_gamma=None), digits, tmp_path)
+    assert [(tmp_path / name).read_text() for name in ("thetas.csv", "events.jsonl")] == ["", ""]
+    found = load_run(tmp_path)
+    assert (len(found.metrics), found.thetas, found.events, found.removed) == (3, [], [], set())
+    with following(tmp_path, report=True):
+        pass
+    assert (tmp_path / "report.html").stat().st_size > 1000
 
 
 def test_the_stored_network_is_the_trained_one(digits, tmp_path):
@@ -206,6 +221,24 @@ def test_a_run_that_is_replaced_takes_its_twin_and_its_curves_with_it(digits, tm
     assert not names & {"dense", "tensorboard", "against_dense.json", "worth.csv"}
 
 
+def test_a_run_that_is_replaced_takes_with_it_what_was_made_of_its_network(digits, tmp_path):
+    """Its certificate, its page, and all forms that it was exported to; other files stay."""
+    train(quick(epochs=2), digits, tmp_path, worth=False)
+    certify_run(tmp_path, digits, steps=0)
+    for form, (name, _) in FORMS.items():
+        if form == "safetensors":
+            export(shallower.load(tmp_path), torch.zeros(1, 1, 8, 8), form, tmp_path / name)
+        else:  # slow to make
+            (tmp_path / name).write_bytes(b"of the old network")
+    with following(tmp_path, report=True):
+        pass
+    (tmp_path / "notes.txt").write_text("mine")
+    train(quick(epochs=2), digits, tmp_path, overwrite=True, worth=False)
+    train(quick(epochs=2), digits, tmp_path / "new", worth=False)
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == names | {"notes.txt", "new"}
+
+
 def test_the_dense_twin_sees_the_same_data_and_is_the_dense_run(digits, tmp_path):
     pruned, dense = train_against_dense(quick(), digits, tmp_path / "both", seed=3)
     alone = train(quick(log_gamma=None), digits, tmp_path / "dense", seed=3)
@@ -261,17 +294,60 @@ def test_other_arithmetic_trains_the_same_network_up_to_rounding(digits, tmp_pat
 
 
 def test_a_folder_that_exists_is_not_touched(digits, tmp_path):
-    (tmp_path / "mine.txt").write_text("x")
+    train(quick(epochs=2), digits, tmp_path, worth=False)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.raises(RunError, match=r"--resume.*--overwrite.*--out"):
         train(quick(), digits, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("recipe", [None, "{}", "[]", "half"])
+def test_a_folder_that_is_no_run_is_not_overwritten(digits, tmp_path, overwrite, recipe):
+    (tmp_path / "tensorboard").mkdir()
+    mine = [tmp_path / name for name in ("metrics.csv", "tensorboard/events", "model.safetensors")]
+    for path in mine:
+        path.write_text("mine")
+    if recipe is not None:
+        (tmp_path / "recipe.json").write_text(recipe)
+    with pytest.raises(RunError, match=r"no recipe\.json of one.*--out"):
+        train(quick(), digits, tmp_path, overwrite=overwrite)
+    assert {path.read_text() for path in mine} == {"mine"}
+
+
+@pytest.mark.parametrize("left", ["log.txt", ".job", ".recipe.json.1.part", "recipe.json"])
+def test_a_run_killed_in_its_first_moments_can_be_overwritten(digits, tmp_path, left):
+    (tmp_path / left).write_text('{"seed": 0}')
+    train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, overwrite=True, worth=False)
+    assert (tmp_path / "result.json").exists()
 
 
 def test_resuming_with_another_recipe_or_seed_is_refused(digits, tmp_path):
     train(quick(epochs=2), digits, tmp_path)
-    for fields, seed in (({"epochs": 2, "lr": 0.1}, 0), ({"epochs": 2}, 5)):
-        with pytest.raises(RunError, match="another run"):
+    for fields, seed, named in (
+        ({"epochs": 2, "lr": 0.1, "decay": 2.0}, 0, r"lr=0\.001 \(now 0\.1\), decay=.* \(now 2\.0\)\."),
+        ({"epochs": 2}, 5, r"seed=0 \(now 5\)\."),
+    ):
+        with pytest.raises(RunError, match=f"another run: {named}"):
             train(quick(**fields), digits, tmp_path, seed=seed, resume=True)
+    other = quick(epochs=2).model_copy(update={"name": "mine"})
+    with pytest.raises(RunError, match=r"recipe=digits \(now mine\)\."):
+        train(other, digits, tmp_path, resume=True)
+
+
+def test_remarks_in_a_recipe_may_change_before_a_resume(digits, tmp_path):
+    with pytest.raises(Stop):
+        train(quick(epochs=2), digits, tmp_path, worth=False, note=stop_after_an_epoch)
+    said = quick(epochs=2).model_copy(update={"departs": "in words", "paper": Paper(accuracy=99.0)})
+    assert train(said, digits, tmp_path, worth=False, resume=True).test_accuracy is not None
+
+
+def test_a_run_is_resumed_or_overwritten_not_both(digits, tmp_path):
+    train(quick(epochs=2), digits, tmp_path, worth=False)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(RunError, match=r"--resume and --overwrite.*Give one"):
+        train(quick(epochs=2), digits, tmp_path, resume=True, overwrite=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
 def test_resuming_from_nothing_or_from_a_damaged_file_is_refused(digits, tmp_path):
@@ -441,10 +517,47 @@ def test_a_full_disk_leaves_the_last_checkpoint(digits, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match=r"checkpoint\.pt could not be written \(No space.*--resume"):
+    with pytest.raises(OSError, match=r"checkpoint\.pt could not be written \(No space.*Make room"):
         Run(quick(epochs=2), digits, seed=0, machine=Machine()).save(tmp_path)
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
     assert not list(tmp_path.glob(".*part"))
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_full_disk_promises_a_resume_only_from_a_checkpoint(digits, tmp_path, monkeypatch, written):
+    """The first checkpoint fails, or the second; then what is promised is done."""
+    write, calls = Path.write_bytes, []
+
+    def full(path, data):
+        calls.append(path)
+        if len(calls) > written:
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    short = quick(epochs=2, finalize_epoch=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="--resume" if written else "--overwrite") as failure:
+            train(short, digits, tmp_path, worth=False)
+    assert ("--resume" in str(failure.value)) == bool(written)
+    train(short, digits, tmp_path, worth=False, resume=bool(written), overwrite=not written)
+
+
+def test_a_run_stopped_before_its_first_checkpoint_is_to_be_overwritten(digits, tmp_path, monkeypatch):
+    def killed(*args):
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shallower.training.run.loss_of", killed)
+        with pytest.raises(Stop):
+            train(quick(), digits, tmp_path)
+    for resume in (False, True):
+        with pytest.raises(RunError) as refusal:
+            train(quick(), digits, tmp_path, resume=resume)
+        assert "--overwrite" in str(refusal.value)
+        assert "by --resume" not in str(refusal.value)
+        assert "without --resume" not in str(refusal.value)
+    train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, overwrite=True, worth=False)
 
 
 def test_a_run_that_cannot_begin_leaves_the_one_before_it(digits, tmp_path):
@@ -493,6 +606,23 @@ def test_progress_is_told_in_short_epochs_too(digits, tmp_path):
     told = []
     train(quick(), digits, tmp_path, report=lambda run, epoch, loss: told.append(epoch))
     assert set(told) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("network", [{}, {"network": "cnn", "options": {"depth": 10}}, {"log_gamma": None}])
+def test_the_macs_of_a_run_are_those_of_its_network_at_any_step(digits, tmp_path, monkeypatch, network):
+    """Counted once and added up, against counted anew."""
+    monkeypatch.setattr("shallower.training.clock.Clock.since", lambda *args: 1.0)  # it is told at every step
+    images = Samples(torch.rand(200, 1, 28, 28), torch.arange(200) % 10)
+    task = replace(digits, train=images, test=images) if "network" in network else digits
+    told = []
+
+    def compare(run, epoch, loss):
+        told.append(run.macs)
+        assert run.macs == count_macs(run.model, run.example)
+
+    result = train(quick(theta_lr=0.2, **network), task, tmp_path, report=compare, worth=False)
+    assert told[-1] == result.macs
+    assert (told[-1] < told[0]) == ("log_gamma" not in network)
 
 
 def test_training_works_outside_the_main_thread(digits, tmp_path):

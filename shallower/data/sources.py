@@ -66,19 +66,25 @@ def data_folders(data_dir: str | Path | None = None) -> list[Path]:
     return list(dict.fromkeys(Path(folder).expanduser() for folder in named if folder))
 
 
-def obtain(origin: Origin, data_dir: str | Path | None = None, download: bool = True) -> Contents:
-    """The verified content of every file of the set, fetched into the data folder if it must be."""
+def obtain(
+    origin: Origin, data_dir: str | Path | None = None, download: bool = True, *, keep: bool = False
+) -> Contents:
+    """The verified content of every file of the set, fetched into the data folder if it must be.
+
+    With `keep` the first data folder holds the set afterwards, wherever it was found.
+    """
     folders = data_folders(data_dir)
     tried = []
     for folder in folders:
         contents = read_folder(origin, folder)
         if contents is not None:
+            if keep and folder != folders[0]:
+                _store(origin, contents, folders[0])
             return contents
         tried.append(f"{folder}: does not hold all of {', '.join(origin.files)}")
     if not download:
         raise _nothing(origin, [*tried, "no download, because download=False"])
 
-    target = folders[0] / origin.folders[0]
     with _workshop(folders[0]) as workshop:
         for place, fetch in _remotes(origin):
             log.info("%s: trying %s", origin.name, place)
@@ -88,11 +94,15 @@ def obtain(origin: Origin, data_dir: str | Path | None = None, download: bool = 
                 tried.append(f"{place}: {error}")
                 log.info("%s: %s", origin.name, tried[-1])
                 continue
-            for name, data in contents.items():
-                write(target / name, data)
-            log.info("%s: verified and written to %s", origin.name, target)
+            _store(origin, contents, folders[0])
             return contents
     raise _nothing(origin, tried)
+
+
+def _store(origin: Origin, contents: Contents, folder: Path) -> None:
+    for name, data in contents.items():
+        write(folder / origin.folders[0] / name, data)
+    log.info("%s: verified and written to %s", origin.name, folder / origin.folders[0])
 
 
 def _nothing(origin: Origin, tried: list[str]) -> DataError:

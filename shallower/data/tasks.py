@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -9,9 +10,10 @@ import torch
 
 from shallower.data import bundled, cifar, folder, idx
 from shallower.data.sets import Augment, Batches, Loader, Normalise, Samples
-from shallower.data.sources import Damaged, DataError, Origin, obtain
+from shallower.data.sources import Contents, Damaged, DataError, Origin, obtain
 
 Where = str | Path | None
+Obtain = Callable[[Origin], Contents]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,16 +87,17 @@ class Task:
         )
 
 
-def load(name: str, data_dir: Where = None, download: bool = True) -> Task:
+def load(name: str, data_dir: Where = None, download: bool = True, *, keep: bool = False) -> Task:
     """The set `name`, verified and in memory (ImageNet: on disk), fetched first if no data folder holds it.
 
     Looked for in `data_dir`, then in $SHALLOWER_DATA, then in ~/.cache/shallower. What has to be fetched is
-    written into the first of these that is named, so that the next call needs no network.
+    written into the first of these that is named, so that the next call needs no network; with `keep` also
+    what was found in another, so that the folder can be taken elsewhere.
     """
     if name not in LOADERS:
         raise ValueError(f"There is no set {name!r}; there are {', '.join(LOADERS)}.")
     try:
-        return LOADERS[name](data_dir, download)
+        return LOADERS[name](data_dir, partial(obtain, data_dir=data_dir, download=download, keep=keep))
     except Damaged as error:
         command = f"shallower data {name}" + (f" --data-dir {data_dir}" if data_dir else "")
         raise DataError(
@@ -102,39 +105,39 @@ def load(name: str, data_dir: Where = None, download: bool = True) -> Task:
         ) from error
 
 
-def _digits(data_dir: Where, download: bool) -> Task:
+def _digits(data_dir: Where, obtain: Obtain) -> Task:
     train, test = bundled.digits()
     mean, std = float(train.inputs.mean()), float(train.inputs.std(correction=0))
     return Task("digits", "classification", train, test, 10, (mean,), (std,))
 
 
-def _diabetes(data_dir: Where, download: bool) -> Task:
+def _diabetes(data_dir: Where, obtain: Obtain) -> Task:
     return Task("diabetes", "regression", *bundled.diabetes(), 1, (0.0,), (1.0,))
 
 
-def _mnist(data_dir: Where, download: bool) -> Task:
-    return _idx(idx.MNIST, 0.13066048, 0.30810780, data_dir, download)
+def _mnist(data_dir: Where, obtain: Obtain) -> Task:
+    return _idx(idx.MNIST, 0.13066048, 0.30810780, obtain)
 
 
-def _fashion_mnist(data_dir: Where, download: bool) -> Task:
-    return _idx(idx.FASHION_MNIST, 0.28604060, 0.35302424, data_dir, download)
+def _fashion_mnist(data_dir: Where, obtain: Obtain) -> Task:
+    return _idx(idx.FASHION_MNIST, 0.28604060, 0.35302424, obtain)
 
 
-def _idx(origin: Origin, mean: float, std: float, data_dir: Where, download: bool) -> Task:
-    contents = obtain(origin, data_dir, download)
+def _idx(origin: Origin, mean: float, std: float, obtain: Obtain) -> Task:
+    contents = obtain(origin)
     train, test = idx.read_idx_pair(contents, *idx.TRAIN), idx.read_idx_pair(contents, *idx.TEST)
     return Task(origin.name, "classification", train, test, 10, (mean,), (std,))
 
 
-def _cifar10(data_dir: Where, download: bool) -> Task:
-    contents = obtain(cifar.CIFAR10, data_dir, download)
+def _cifar10(data_dir: Where, obtain: Obtain) -> Task:
+    contents = obtain(cifar.CIFAR10)
     train, test = (cifar.read_cifar(contents, files, (10,)) for files in (cifar.TRAIN_10, cifar.TEST_10))
     mean, std = (0.49139968, 0.48215841, 0.44653091), (0.24703223, 0.24348513, 0.26158784)
     return Task("cifar10", "classification", train, test, 10, mean, std)
 
 
-def _cifar100(data_dir: Where, download: bool) -> Task:
-    contents = obtain(cifar.CIFAR100, data_dir, download)
+def _cifar100(data_dir: Where, obtain: Obtain) -> Task:
+    contents = obtain(cifar.CIFAR100)
     train, test = (
         cifar.read_cifar(contents, files, (20, 100)) for files in (cifar.TRAIN_100, cifar.TEST_100)
     )
@@ -142,13 +145,13 @@ def _cifar100(data_dir: Where, download: bool) -> Task:
     return Task("cifar100", "classification", train, test, 100, mean, std)
 
 
-def _imagenet(data_dir: Where, download: bool) -> Task:
+def _imagenet(data_dir: Where, obtain: Obtain) -> Task:
     train, val = folder.imagenet(data_dir)
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     return Task("imagenet", "classification", train, val, len(train.classes), mean, std)
 
 
-LOADERS: dict[str, Callable[[Where, bool], Task]] = {
+LOADERS: dict[str, Callable[[Where, Obtain], Task]] = {
     "digits": _digits,
     "diabetes": _diabetes,
     "mnist": _mnist,

@@ -7,8 +7,7 @@ from typing import Any
 
 from shallower.reports.runs import load_runs
 from shallower.training import Note, Run, RunError
-
-PAGE = "report.html"
+from shallower.training.result import PAGE
 
 
 @contextmanager

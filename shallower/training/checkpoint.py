@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 
+from shallower.recipes import Recipe
+
 CHECKPOINT = "checkpoint.pt"
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -54,7 +56,9 @@ def read(path: Path) -> Checkpoint:
         _check_sums(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise RunError(f"There is no {path} to resume from; start the run without --resume.") from error
+        begun = path.parent.is_dir() and any(path.parent.iterdir())
+        way = "anew, with --overwrite in place of" if begun else "without"
+        raise RunError(f"There is no {path} to resume from; start the run {way} --resume.") from error
     except Exception as error:  # a damaged file may raise anything from inside torch
         raise RunError(f"{path} cannot be read ({error}); start the run anew with --overwrite.") from error
     try:
@@ -64,6 +68,17 @@ def read(path: Path) -> Checkpoint:
         raise RunError(
             f"{path} is no checkpoint of a run ({wrong}). Start the run anew with --overwrite."
         ) from error
+
+
+def differences(path: Path, kept: Checkpoint, recipe: Recipe, seed: int) -> list[str]:
+    """In what the run of a checkpoint is another than that of `recipe` and `seed`; remarks do not count."""
+    try:
+        theirs = Recipe.model_validate_json(kept.recipe)
+    except ValueError as error:
+        raise RunError(f"{path} has a recipe that cannot be read: {error}. Start the run anew.") from error
+    found = {"recipe": theirs.name, "seed": kept.seed, **theirs.settings}
+    now = {"recipe": recipe.name, "seed": seed, **recipe.settings}
+    return [f"{name}={found[name]} (now {value})" for name, value in now.items() if found[name] != value]
 
 
 def _check_sums(path: Path) -> None:

@@ -10,29 +10,44 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 from shallower import store
 from shallower.data import Task
-from shallower.files import locked, remove_parts, write_csv, write_text
+from shallower.export import FORMS
+from shallower.files import PARTS, Unwritten, locked, remove_parts, write_csv, write_text
 from shallower.ledger import block_costs, count_macs, count_parameters, synchronize
 from shallower.pruner import Pruner
 from shallower.ranks import Ranks
 from shallower.recipes import Recipe, label
+from shallower.training.certified import CERTIFICATE
 from shallower.training.checkpoint import CHECKPOINT, RunError
-from shallower.training.result import COMPARISON, Result, compare, count_layers, evaluate, loss_of, versions
+from shallower.training.result import (
+    COMPARISON,
+    PAGE,
+    Result,
+    compare,
+    count_layers,
+    evaluate,
+    loss_of,
+    versions,
+)
 from shallower.training.run import Machine, Run
+from shallower.training.stopping import Interrupted, stopping
 from shallower.worth import Worth
 from shallower.worth import worth as measure
 
 FILES = (
     *(CHECKPOINT, "result.json", store.WEIGHTS, store.STRUCTURE, COMPARISON),
     *("metrics.csv", "thetas.csv", "events.jsonl", "costs.csv", "worth.csv"),
+    *(CERTIFICATE, PAGE),  # and what was made of the network afterwards
+    *(*(name for name, _ in FORMS.values()), "model.onnx.data"),  # ONNX puts large weights beside
 )
+RECIPE = "recipe.json"  # by which the folder of a run is known
 JOB = ".job"  # which torchrun began the run in a folder
+BEFORE = (JOB, "log.txt")  # what may be there before the recipe; the log is that of `reproduce`
 Report = Callable[[Run, int, float], None]  # the run, its epoch, the mean loss so far
 ASK = 20  # steps after which several ranks ask each other whether to stop
 DIVERGED = (
@@ -40,10 +55,6 @@ DIVERGED = (
     "learning rate: --overwrite --set lr=..."
 )
 Note = Callable[[Run, Path], None]  # after each epoch: the run and its folder
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was stopped by the user, after its checkpoint was written."""
 
 
 def train(
@@ -67,9 +78,9 @@ def train(
     """
     options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
     options["job"] = job
-    with ExitStack() as held:
+    with _on_a_full_disk(Path(folder)), ExitStack() as held:
         run = _begin(recipe, task, Path(folder), held, **options)
-        with _stopping() as stop:
+        with stopping() as stop:
             for _ in _epochs(run, Path(folder), stop, report, note):
                 pass
         _check_stopped(stop, Path(folder))
@@ -94,13 +105,13 @@ def train_against_dense(
         raise RunError(f"{recipe.name} is dense itself (log_gamma is null); choose a recipe that prunes.")
     folders = Path(folder), Path(folder) / "dense"
     twin = recipe.model_copy(update={"log_gamma": None})
-    with ExitStack() as held:
+    with _on_a_full_disk(folders[0]), ExitStack() as held:
         runs = [_begin(recipe, task, folders[0], held, **options)]
         if options.get("resume") and not (folders[1] / CHECKPOINT).exists():  # stopped before the twin's
             options = {**options, "resume": False, "overwrite": True}
         runs.append(_begin(twin, task, folders[1], held, **options))
         pairs = list(zip(runs, folders, strict=True))
-        with _stopping() as stop:
+        with stopping() as stop:
             for _ in zip_longest(*(_epochs(run, where, stop, report, note) for run, where in pairs)):
                 pass
         _check_stopped(stop, folders[0])
@@ -132,7 +143,7 @@ def _begin(
         folder.mkdir(parents=True, exist_ok=True)
         if not held.enter_context(locked(folder)):
             raise RunError(f"Another process trains in {folder}. Wait for it, or choose another with --out.")
-        _clear(folder, replace=overwrite and not resume)
+        _clear(folder, replace=overwrite)
         if job is not None:
             write_text(folder / JOB, job)
         _describe(run, folder, costs=not resume)
@@ -161,7 +172,7 @@ def _check_ranks(run: Run, folder: Path, *, resume: bool) -> None:
 
 def _describe(run: Run, folder: Path, *, costs: bool) -> None:
     recipe = run.recipe
-    write_text(folder / "recipe.json", json.dumps({"seed": run.seed, **recipe.model_dump()}, indent=2))
+    write_text(folder / RECIPE, json.dumps({"seed": run.seed, **recipe.model_dump()}, indent=2))
     if run.pruner is not None and costs:
         batch, _ = next(iter(run.batches("test", recipe.batch_size)))
         with run.machine.autocast():
@@ -189,9 +200,21 @@ def _epochs(
         yield
 
 
+@contextmanager
+def _on_a_full_disk(folder: Path) -> Iterator[None]:
+    """What could not be written is told with the way on, which only a checkpoint makes --resume."""
+    try:
+        yield
+    except Unwritten as error:
+        way = (
+            "go on with --resume" if (folder / CHECKPOINT).exists() else "start the run anew with --overwrite"
+        )
+        raise Unwritten(error.errno, f"{error.strerror}, then {way}") from error
+
+
 def _check_stopped(stop: list[int], folder: Path) -> None:
     if stop:
-        raise Interrupted(f"Stopped; `--resume` goes on from {folder / CHECKPOINT}.")
+        raise Interrupted(f"Stopped; `--resume` goes on from {folder / CHECKPOINT}.", stop[0])
 
 
 def _epoch(run: Run, epoch: int, stop: list[int], report: Report | None) -> float:
@@ -251,7 +274,7 @@ def _to_stop(run: Run, stop: list[int]) -> bool:
         return bool(stop)
     last = run.loader.batch == len(run.loader)
     if (run.loader.batch % ASK == 0 or last) and run.ranks.any(bool(stop)) and not stop:
-        stop.append(0)
+        stop.append(signal.SIGINT)
     return bool(stop) and (run.loader.batch % ASK == 0 or last)
 
 
@@ -364,11 +387,35 @@ def _worth(run: Run, pruner: Pruner) -> list[Worth]:
 
 
 def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    if folder.exists() and any(folder.iterdir()) and not (resume or overwrite):
+    if resume and overwrite:
         raise RunError(
-            f"{folder} exists and is not empty. Go on with its run by --resume, replace it by --overwrite, "
-            "or choose another folder with --out."
+            "Found --resume and --overwrite, of which one keeps the run in the folder and the other replaces "
+            "it. Give one of them."
         )
+    if resume or not folder.exists() or not any(folder.iterdir()):
+        return
+    if not _has_run(folder):
+        raise RunError(
+            f"{folder} exists and is not empty, and what is in it is no run: it has no recipe.json of one. "
+            "Nothing was touched. Choose another folder with --out, or empty it yourself."
+        )
+    if not overwrite:
+        way = "It was stopped before its first checkpoint: replace it by --overwrite"
+        if (folder / CHECKPOINT).exists():
+            way = "Go on with it by --resume, replace it by --overwrite"
+        raise RunError(
+            f"{folder} exists and is not empty; it holds a run. {way}, or choose another folder with --out."
+        )
+
+
+def _has_run(folder: Path) -> bool:
+    """Whether there is a run, be it one that was killed before it could write its recipe."""
+    if all(path.name in BEFORE or path.match(PARTS) for path in folder.iterdir()):
+        return True
+    try:
+        return "seed" in json.loads((folder / RECIPE).read_text())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _clear(folder: Path, *, replace: bool) -> None:
@@ -378,26 +425,5 @@ def _clear(folder: Path, *, replace: bool) -> None:
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-        if (folder / "dense" / "recipe.json").exists():
+        if (folder / "dense" / RECIPE).exists():
             shutil.rmtree(folder / "dense")
-
-
-@contextmanager
-def _stopping() -> Iterator[list[int]]:
-    """A list that Ctrl-C and SIGTERM put their number in, so that a run stops between two steps."""
-    stop: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stop.append(number)
-
-    previous: dict[signal.Signals, Any] = {}
-    try:
-        for which in (signal.SIGINT, signal.SIGTERM):
-            previous[which] = signal.signal(which, note)
-    except ValueError:  # signals belong to the main thread
-        pass
-    try:
-        yield stop
-    finally:
-        for which, handler in previous.items():
-            signal.signal(which, handler)

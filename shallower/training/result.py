@@ -12,6 +12,7 @@ from shallower.data import Loader
 from shallower.recipes import Recipe
 
 COMPARISON = "against_dense.json"
+PAGE = "report.html"  # the page about the run, written by shallower.reports
 
 
 class Result(BaseModel):

@@ -26,7 +26,7 @@ from shallower.ledger import Ledger, Load, count_macs, count_parameters
 from shallower.pruner import Pruner
 from shallower.ranks import Ranks
 from shallower.recipes import Recipe
-from shallower.training.checkpoint import CHECKPOINT, Checkpoint, RunError, read
+from shallower.training.checkpoint import CHECKPOINT, Checkpoint, RunError, differences, read
 from shallower.training.clock import Clock
 from shallower.training.result import loss_of
 from shallower.training.resumed import check_groups, check_history, check_moments, check_schedule, groups_of
@@ -171,6 +171,13 @@ class Run:
     def alive(self) -> list[str]:
         return self._blocks if self.pruner is None else self.pruner.alive
 
+    @property
+    def macs(self) -> int:
+        """Of the network as it is now: nothing is counted anew."""
+        if self.ledger is None:
+            return self.macs_dense
+        return self.ledger.rest + sum(self.ledger.blocks[name] for name in self.alive)
+
     # -- on disk --------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
@@ -203,16 +210,11 @@ class Run:
         """Go on where the run in `folder` stopped."""
         path = folder / CHECKPOINT
         kept = read(path)
-        try:
-            theirs = Recipe.model_validate_json(kept.recipe)
-        except ValueError as error:
+        other = differences(path, kept, self.recipe, self.seed)
+        if other:
             raise RunError(
-                f"{path} has a recipe that cannot be read: {error}. Start the run anew."
-            ) from error
-        if theirs != self.recipe or kept.seed != self.seed:
-            raise RunError(
-                f"{path} is of another run: recipe {theirs.name}, seed {kept.seed}, perhaps other fields. "
-                "Resume it with the same recipe, --seed and --set, or choose another folder with --out."
+                f"{path} is of another run: {', '.join(other)}. Resume it with the same recipe, --seed and "
+                "--set, or choose another folder with --out."
             )
         if kept.arithmetic != self.machine.arithmetic:
             raise RunError(
@@ -261,12 +263,10 @@ class Run:
         """The run so far, for people and their tools."""
         if not self.ranks.first:
             return
+        events = [] if self.pruner is None else self.pruner.events
         write_csv(folder / "metrics.csv", self.history)
-        if self.pruner is not None:
-            write_csv(folder / "thetas.csv", self.rates)
-            write_text(
-                folder / "events.jsonl", "".join(json.dumps(asdict(e)) + "\n" for e in self.pruner.events)
-            )
+        write_csv(folder / "thetas.csv", self.rates)
+        write_text(folder / "events.jsonl", "".join(json.dumps(asdict(e)) + "\n" for e in events))
 
 
 def _multipliers(recipe: Recipe, names: list[str]) -> dict[str, float]:
