@@ -77,7 +77,7 @@ def main() -> None:
     whole = "in the paper's 182 epochs; scaled with them"
     found.add_argument("--theta-lr", type=float, default=2e-4, help=whole)
     found.add_argument("--begin-epoch", type=int, help=f"of learning theta, {whole}")
-    found.add_argument("--ramp-epochs", type=int, default=45, help=whole)
+    found.add_argument("--ramp-epochs", type=float, default=45.5, help=whole)
     found.add_argument("--finalize-epoch", type=int, default=60, help=whole)
     found.add_argument("--estimator", choices=("first_order", "flip"), default="flip")
     found.add_argument("--estimate-every", type=int, help="so many steps theta learns once")
