@@ -15,6 +15,11 @@ class Ratio:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, ratios: list[float]) -> "Ratio":
+        low, median, high = statistics.quantiles(ratios, n=4)
+        return cls(median, low, high)
+
     def __str__(self) -> str:
         return f"{self.median:.4f} ({self.low:.4f} to {self.high:.4f})"
 
@@ -42,8 +47,7 @@ def compare(
             of_a, of_b = seconds(a), seconds(b)
         ratios.append(of_a / of_b)
         base.append(of_b)
-    low, median, high = statistics.quantiles(ratios, n=4)
-    return Ratio(median, low, high), statistics.median(base)
+    return Ratio.of(ratios), statistics.median(base)
 
 
 def verdict(rows: list[tuple[str, str, str, bool]]) -> None:
