@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+WORDS = {True: "yes", False: "NO", None: "-"}
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -50,9 +52,12 @@ def compare(
     return Ratio.of(ratios), statistics.median(base)
 
 
-def verdict(rows: list[tuple[str, str, str, bool]]) -> None:
-    """Print what was measured against its bound as a table; exit with 1 if a bound does not hold."""
+def verdict(rows: list[tuple[str, str, str, bool | None]]) -> None:
+    """Print what was measured against its bound as a table; exit with 1 if a bound does not hold.
+
+    None is for a row without a bound.
+    """
     print("| what | measured | bound | holds |\n| --- | --- | --- | --- |")
     for what, measured, bound, holds in rows:
-        print(f"| {what} | {measured} | {bound} | {'yes' if holds else 'NO'} |")
-    sys.exit(0 if all(holds for *_, holds in rows) else 1)
+        print(f"| {what} | {measured} | {bound} | {WORDS[holds]} |")
+    sys.exit(1 if any(holds is False for *_, holds in rows) else 0)
