@@ -3,7 +3,7 @@
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 WORDS = {True: "yes", False: "NO", None: "-"}
@@ -52,7 +52,7 @@ def compare(
     return Ratio.of(ratios), statistics.median(base)
 
 
-def verdict(rows: list[tuple[str, str, str, bool | None]]) -> None:
+def verdict(rows: Sequence[tuple[str, str, str, bool | None]]) -> None:
     """Print what was measured against its bound as a table; exit with 1 if a bound does not hold.
 
     None is for a row without a bound.
