@@ -1,7 +1,7 @@
 """Where the time of a gated training step goes, by PyTorch's profiler: ResNet-56, theta 0.75.
 
-In single precision as it comes, and with channels_last, bfloat16 and compiled blocks. No bound: it names what
-there is to gain next.
+In single precision as it comes, and with channels_last, bfloat16 and compiled blocks. No bound and no
+pair: shares of one step, which name what there is to gain next.
 """
 
 import torch

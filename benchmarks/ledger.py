@@ -1,4 +1,7 @@
-"""What counting costs: `ledger.step()` as a share of a training step with a pruner. Bound: 1 %."""
+"""What counting costs: `ledger.step()` as a share of a training step with a pruner. Bound: 1 %.
+
+A part against its whole and not two ways to do a thing, so there is no pair; steps and counts run in turn.
+"""
 
 from collections.abc import Callable
 

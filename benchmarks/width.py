@@ -1,7 +1,9 @@
 """Fewer layers against narrower ones, at equal MACs: latency of ResNet-56 with convolutions as shortcuts.
 
-The narrow network is Torch-Pruning's (pip install torch-pruning), by the magnitude of groups. Both get half
-the MACs of the dense network. Bound: at every batch size the shallow one makes as much of them, or more.
+The narrow networks are Torch-Pruning's (pip install torch-pruning), by the magnitude of groups: one with the
+numbers of channels that come out, one with multiples of eight (`round_to=8`), which suit the hardware. All
+get about half the MACs of the dense network, at most. Bounds, at every batch size: the shallow one is at
+least 0.9 times faster for each time fewer MACs, and no narrow one makes more of them.
 """
 
 import copy
@@ -40,7 +42,7 @@ def resnet56() -> nn.Sequential:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-def narrow(model: nn.Sequential, example: Tensor, macs: int) -> nn.Module:
+def narrow(model: nn.Sequential, example: Tensor, macs: int, *, round_to: int | None = None) -> nn.Module:
     """The widest network of Torch-Pruning with at most `macs`, by bisection of its ratio."""
     import torch_pruning as tp
 
@@ -53,6 +55,7 @@ def narrow(model: nn.Sequential, example: Tensor, macs: int) -> nn.Module:
             importance=tp.importance.GroupMagnitudeImportance(p=2),
             pruning_ratio=ratio,
             ignored_layers=[net[-1]],
+            round_to=round_to,
         ).step()
         if count_macs(net, example) <= macs:
             high, found = ratio, net
@@ -84,23 +87,31 @@ def main() -> None:
     torch.manual_seed(0)
     dense, example = resnet56().eval(), torch.randn(2, 3, 32, 32)
     total = count_macs(dense, example)
-    ours, theirs = (make(dense, example, int(SHARE * total)).eval() for make in (shallow, narrow))
-    shares = [total / count_macs(net, example) for net in (ours, theirs)]
-    print(f"MACs: dense {total:,}; shallow {shares[0]:.3f} times fewer, narrow {shares[1]:.3f} times fewer\n")
+    half = int(SHARE * total)
+    nets = {
+        "shallow": shallow(dense, example, half).eval(),
+        "narrow": narrow(dense, example, half).eval(),
+        "narrow in eights": narrow(dense, example, half, round_to=8).eval(),
+    }
+    fewer = {name: total / count_macs(net, example) for name, net in nets.items()}
+    shares = ", ".join(f"{name} {times:.3f} times fewer" for name, times in fewer.items())
+    print(f"MACs: dense {total:,}; {shares}\n")
     rows = []
-    for batch, pairs in ((1, 60), (32, 12), (128, 4)):
+    for batch, pairs in ((1, 60), (32, 12), (128, 8)):
         inputs = torch.randn(batch, 3, 32, 32)
 
         def faster(net: nn.Module, inputs: Tensor = inputs, pairs: int = pairs) -> Ratio:
             with torch.inference_mode():
                 return compare(lambda: dense(inputs), lambda: net(inputs), pairs=pairs, warm=1)[0]
 
-        a, b = faster(ours), faster(theirs)
-        rows.append((f"width, batch {batch}: shallow, times faster than dense", f"{a}", "", True))
-        rows.append((f"width, batch {batch}: narrow, times faster than dense", f"{b}", "", True))
-        each = a.median / shares[0], b.median / shares[1]
-        what = f"width, batch {batch}: seconds saved for MACs saved, shallow and narrow"
-        rows.append((what, f"{each[0]:.2f} and {each[1]:.2f}", "shallow >= narrow", each[0] >= each[1]))
+        found = {name: faster(net) for name, net in nets.items()}
+        worth = {name: ratio.median / fewer[name] for name, ratio in found.items()}
+        for name, ratio in found.items():
+            ours = name == "shallow"
+            bound = "at least 0.9 for each" if ours else f"at most {worth['shallow']:.2f} for each"
+            holds = worth[name] >= 0.9 if ours else worth[name] <= worth["shallow"]
+            measured = f"{ratio} times faster than dense; {worth[name]:.2f} for each time fewer MACs"
+            rows.append((f"width, batch {batch}: {name}", measured, bound, holds))
     verdict(rows)
 
 
