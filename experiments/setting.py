@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from shallower.recipes import Recipe, recipe
 from shallower.reports import check_section, write_section
 from shallower.reproduce import kept_at, reproduce_all
-from shallower.training import Result
+from shallower.training import Interrupted, Result
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,11 @@ def run_all(
     """The results of every row by its label, those that are there already as they are."""
     places = {"runs": given.runs, "results": given.results, "data_dir": given.data_dir}
     seeds, chosen = list(seeds), list({row.chosen.model_dump_json(): row.chosen for row in rows}.values())
-    failed = reproduce_all(chosen, seeds=seeds, jobs=given.jobs, flags=flags, **places)
+    try:
+        failed = reproduce_all(chosen, seeds=seeds, jobs=given.jobs, flags=flags, **places)
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(stop.exit_code)
     if failed:
         raise SystemExit(f"{', '.join(failed)} failed; each folder has a log.txt")
 

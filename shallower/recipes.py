@@ -387,7 +387,13 @@ _TABLE = [
     _imagenet("imagenet-resnet50-dense", None, Paper(accuracy=76.04)),
 ]
 _TWINS = [
-    row.model_copy(update={"name": f"{row.name}-dense", "log_gamma": None, "departs": ""})
+    row.model_copy(
+        update={
+            "name": f"{row.name}-dense",
+            "log_gamma": None,
+            "departs": f"the network of {row.name}, with its initial weights" if row.departs else "",
+        }
+    )
     for row in _TABLE
     if row.name in ("digits", "fashion-fc20", "fashion-cnn20")
 ]

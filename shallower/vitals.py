@@ -45,7 +45,7 @@ class Vitals:
         self._places = {name: place for place, name in enumerate(weights)}
 
     def learn(self, delta_cost: Tensor) -> None:
-        """Take a step's estimates into the running means, over about the steps between two rows."""
+        """Take a step's estimates into the running means, over about the last `EVERY` steps that learned."""
         self.learned += 1
         share = max(1 / self.learned, 1 / EVERY)
         self.change.lerp_(delta_cost, share)
