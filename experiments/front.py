@@ -76,7 +76,7 @@ def figure(points: Sequence[Point], base: str, path: Path) -> None:
 def main() -> None:
     found = parser(__doc__, seeds=3)
     found.add_argument("--recipe", default="mnist-cnn40")
-    found.add_argument("--log-gamma", type=float, nargs="+", default=[-25.0, -50.0, -100.0])
+    found.add_argument("--log-gamma", type=float, nargs="+", default=[-50.0, -100.0, -200.0])
     found.add_argument("--log-gamma-of-flip", type=float, nargs="+", default=[-200.0, -400.0])
     given, show = with_section(found)
     torch.set_num_threads(1)
