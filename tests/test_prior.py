@@ -78,7 +78,7 @@ def test_a_ramp_runs_from_nothing_to_its_final_value():
 def test_a_ramp_may_begin_later_and_ends_where_it_would():
     ramp = linear_ramp(-200.0, steps=10, begin=6)
     assert [ramp(0), ramp(6), ramp(7), ramp(10), ramp(11)] == [0.0, 0.0, -50.0, -200.0, -200.0]
-    with pytest.raises(ValueError, match="begin before it ends"):
+    with pytest.raises(ValueError, match="and before it ends"):
         linear_ramp(-200.0, steps=10, begin=10)
 
 
