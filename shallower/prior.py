@@ -70,7 +70,7 @@ def linear_ramp(log_gamma: float, steps: int, *, begin: int = 0) -> Schedule:
         raise ValueError(f"Found a ramp over {steps} steps; it needs at least one: `constant(log_gamma)`?")
     if not 0 <= begin < steps:
         raise ValueError(
-            f"Found a ramp from step {begin} to step {steps}; it begins at step 0 or later, and before it ends."
+            f"Found a ramp from step {begin} to step {steps}; it begins at 0 or later, and before it ends."
         )
     return lambda step: log_gamma * min(1.0, max(0.0, (step - begin) / (steps - begin)))
 
