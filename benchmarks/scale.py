@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shallower import Pruner, Residual, models
 from shallower.gate import PARTS, Gate
 from shallower.hook import BeforeStep
-from shallower.watch import Listener, Watch
+from shallower.watch import Listener, WatchLater
 
 THREADS, WARM = 1, 3
 Call = Callable[..., Any]
@@ -65,7 +65,7 @@ def instrument(watch: Stopwatch) -> None:
 
     Gate.run = watch.wrap(run_timed)  # type: ignore[method-assign]
     Gate._reader = lambda gate, parameter: watch.wrap(reader(gate, parameter))  # type: ignore[method-assign]
-    Watch.backward = staticmethod(watch.wrap(Watch.backward))  # type: ignore[method-assign]
+    WatchLater.backward = staticmethod(watch.wrap(WatchLater.backward))  # type: ignore[method-assign]
     Listener._hear = watch.wrap(Listener._hear)  # type: ignore[method-assign]
     BeforeStep.__call__ = watch.wrap(BeforeStep.__call__)  # type: ignore[method-assign]
 

@@ -76,6 +76,7 @@ def main() -> None:
     found.add_argument("--theta", type=float, default=1.0, help="where every rate starts")
     whole = "in the paper's 182 epochs; scaled with them"
     found.add_argument("--theta-lr", type=float, default=2e-4, help=whole)
+    found.add_argument("--theta-optimizer", choices=("adam", "sgd"), default="adam")
     found.add_argument("--begin-epoch", type=int, help=f"of learning theta, {whole}")
     found.add_argument("--ramp-epochs", type=float, default=45.5, help=whole)
     found.add_argument("--finalize-epoch", type=int, default=60, help=whole)
@@ -88,6 +89,7 @@ def main() -> None:
     names = (
         "theta",
         "theta_lr",
+        "theta_optimizer",
         "begin_epoch",
         "ramp_epochs",
         "finalize_epoch",

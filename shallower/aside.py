@@ -1,9 +1,10 @@
 """Running a model on the side: its modes, its statistics and the random numbers stay as they were."""
 
 import copy
+import functools
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,35 +16,78 @@ from torch.nn.modules.batchnorm import _NormBase
 OF_ALL_THREADS = threading.RLock()
 
 
-@contextmanager
-def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Batch statistics are used as in training, but running ones and all other buffers stay as they were."""
-    norms: list[dict[str, Any]] = []  # their attributes: nn.Module's way to set one takes its time
-    buffers: list[Tensor] = []
-    for m in modules:  # for every closed gate in every step
-        if isinstance(m, _NormBase):
-            if m.track_running_stats and m.training:
-                norms.append(vars(m))
-        elif m._buffers:
-            buffers += [b for b in m._buffers.values() if b is not None]
-    before, versions = [b.clone() for b in buffers], list(map(_version, buffers))
-    for norm in norms:
-        norm["track_running_stats"] = False
-    try:
-        yield
-    finally:
-        for norm in norms:
+class frozen_statistics:
+    """Batch statistics are used as in training, but running ones and all other buffers stay as they were.
+
+    A class and no generator: every closed gate comes here in every step.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._norms: list[dict[str, Any]] = []  # their attributes: nn.Module's way to set one takes its time
+        self._buffers: list[tuple[Tensor, Tensor, int | None]] = []
+        for m in modules:
+            if isinstance(m, _NormBase):
+                if m.track_running_stats and m.training:
+                    self._norms.append(vars(m))
+            elif m._buffers:
+                found = [b for b in m._buffers.values() if b is not None]
+                self._buffers += [(b, b.clone(), _version(b)) for b in found]
+
+    def __enter__(self) -> None:
+        for norm in self._norms:
+            norm["track_running_stats"] = False
+
+    def __exit__(self, *error: object) -> None:
+        for norm in self._norms:
             norm["track_running_stats"] = True
-        for buffer, old, version in zip(buffers, before, versions, strict=True):
-            if (
-                version is None or _version(buffer) != version
-            ):  # to write it is seen by autograd, if somebody else has saved it
+        for buffer, old, version in self._buffers:
+            # To write it is seen by autograd, if somebody else has saved it.
+            if version is None or _version(buffer) != version:
                 buffer.copy_(old)
 
 
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor was written to; inference tensors do not count."""
     return None if tensor.is_inference() else tensor._version
+
+
+class Circumstances:
+    """How a module runs now, to run again so later: autocast, and the modes of its parts."""
+
+    def __init__(self, device: torch.device, modules: Sequence[nn.Module]) -> None:
+        self._kind, self._modules = device.type, modules
+        self._autocast, self._modes = _autocast(self._kind), [m.training for m in modules]
+
+    def last(self) -> bool:
+        """Whether all is still as it was then, which it mostly is."""
+        return _autocast(self._kind) == self._autocast and [m.training for m in self._modules] == self._modes
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """As it was then."""
+        enabled, dtype = self._autocast
+        modes = [m.training for m in self._modules]
+        _set_modes(self._modules, self._modes)
+        try:
+            with torch.autocast(self._kind, dtype=dtype, enabled=enabled) if dtype else nullcontext():
+                yield
+        finally:
+            _set_modes(self._modules, modes)
+
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype | None]:
+    """Whether autocast is on for that kind of device, and to what it casts, if there is one."""
+    if not _has_autocast(kind):
+        return False, None
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    for module, mode in zip(modules, modes, strict=True):
+        module.training = mode
 
 
 @contextmanager

@@ -64,6 +64,7 @@ class Recipe(BaseModel):
     estimate_every: int | None = Field(default=None, ge=1)  # theta learns in every k-th step; None: in each
     theta: float = Field(default=0.75, gt=0, le=1)
     theta_lr: float = Field(default=1e-4, gt=0)
+    theta_optimizer: Literal["adam", "sgd"] = "adam"  # sgd: steps in proportion to what a block lacks
     tolerance: float = Field(default=0.01, ge=0, lt=1)
     finalize_epoch: int | None = Field(default=None, ge=1)  # epochs before it are stochastic
     threshold: float = Field(default=0.1, ge=0, le=1)

@@ -123,7 +123,10 @@ def _check(kept: Path, recipe: Recipe, flags: Sequence[str]) -> None:
         result = Result.model_validate_json(kept.read_text())
     except ValidationError as error:
         raise ValueError(f"{kept} is no result of a run; remove it, and the run is made again.") from error
-    found = {**result.settings, "bf16": result.machine.get("bf16", False)}
+    defaults = {
+        name: field.default for name, field in Recipe.model_fields.items()
+    }  # of fields that are newer
+    found = {**defaults, **result.settings, "bf16": result.machine.get("bf16", False)}
     now = {**recipe.settings, "bf16": "--bf16" in flags}
     other = [f"{k}={found.get(k)} (now {v})" for k, v in now.items() if found.get(k) != v]
     if other:

@@ -1,5 +1,6 @@
 """The derivative of the loss by a block's xi, taken at the block's sum."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +16,37 @@ class Watch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, branch: Tensor, xi: Tensor, alias: bool) -> Tensor:
         ctx.save_for_backward(branch)
-        return total.view_as(total) if alias and total.requires_grad else total.clone()
+        return _handed_on(total, alias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None]:
         (branch,) = ctx.saved_tensors
         return gradient, None, inner(gradient, branch), None  # (3)
+
+
+class WatchLater(torch.autograd.Function):
+    """`Watch` of a closed block whose branch runs when the gradient has come, and is forgotten at once.
+
+    Its output need not be kept from the forward pass to the backward pass, and is still in the cache when it
+    meets the gradient; what it reads is mostly kept by other layers anyway.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: Tensor, z: Tensor, xi: Tensor, alias: bool, run: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(z)
+        ctx.run = run
+        return _handed_on(total, alias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+        (z,) = ctx.saved_tensors
+        return gradient, None, inner(gradient, ctx.run(z)), None, None  # (3)
+
+
+def _handed_on(total: Tensor, alias: bool) -> Tensor:
+    return total.view_as(total) if alias and total.requires_grad else total.clone()
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -48,11 +74,18 @@ class Listener:
 
     def watch(self, total: Tensor, branch: Tensor, alias: bool) -> Tensor:
         """`total` as it is, of which `branch` is the part that xi multiplies."""
-        xi = self._leaves.get(branch.device)
+        return Watch.apply(total, branch, self._xi(branch.device), alias)
+
+    def watch_later(self, total: Tensor, z: Tensor, alias: bool, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """The same, where that part is `run(z)` and not known yet."""
+        return WatchLater.apply(total, z, self._xi(z.device), alias, run)
+
+    def _xi(self, device: torch.device) -> Tensor:
+        xi = self._leaves.get(device)
         if xi is None:
-            xi = self._leaves[branch.device] = torch.zeros((), device=branch.device, requires_grad=True)
+            xi = self._leaves[device] = torch.zeros((), device=device, requires_grad=True)
             xi.register_post_accumulate_grad_hook(self._hear)
-        return Watch.apply(total, branch, xi, alias)
+        return xi
 
     def _hear(self, xi: Tensor) -> None:
         assert xi.grad is not None

@@ -124,7 +124,9 @@ def test_a_closed_gate_runs_its_branch_forward_only_and_leaves_no_gradient():
     module = Residual(Double())
     gate = gated(module, xi=False)
     worth(module, gate, torch.tensor([3.0]))
-    assert module.branch.runs == [False]
+    assert module.branch.runs == [False, False]  # once for its shape, which is known from then on
+    worth(module, gate, torch.tensor([3.0]))
+    assert module.branch.runs == [False] * 3
     assert module.branch.w.grad is None
 
 
@@ -139,6 +141,106 @@ def test_a_closed_gate_throws_the_same_dice_without_gradients_as_with_them():
             module(z)
         after.append(torch.rand(3))
     assert torch.equal(*after)
+
+
+def closed_at_once_and_later(module: nn.Module) -> list[tuple[nn.Module, Gate]]:
+    """Two closed copies: one runs its branch in the forward pass, the other in the backward pass."""
+    pairs = []
+    for alias in (False, True):
+        twin = copy.deepcopy(module)
+        gate = attach(twin, split(twin, name="block"), 0.5, alias=alias)
+        gate.xi = False
+        assert gate.later == alias
+        pairs.append((twin, gate))
+    return pairs
+
+
+def with_autocast(module: nn.Module, z: Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = module(z).square().sum()
+    loss.backward()
+
+
+def backward_with_autocast(module: nn.Module, z: Tensor) -> None:
+    loss = module(z).square().sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss.backward()
+
+
+def evaluated_in_between(module: nn.Module, z: Tensor) -> None:
+    loss = module(z).square().sum()
+    module.eval()
+    loss.backward()
+    assert not any(m.training for m in module.modules())
+
+
+def with_a_frozen_norm(module: nn.Module, z: Tensor) -> None:
+    module.branch[1].eval()
+    loss = module(z).square().sum()
+    module.train()
+    loss.backward()
+    assert module.branch[1].training
+
+
+def differentiated_twice(module: nn.Module, z: Tensor) -> None:
+    (slope,) = torch.autograd.grad(module(z).square().sum(), z, create_graph=True)
+    slope.square().sum().backward()
+
+
+def for_an_input_alone(module: nn.Module, z: Tensor) -> None:
+    torch.autograd.grad(module(z).square().sum(), z)
+
+
+RUNS = [
+    with_autocast,
+    backward_with_autocast,
+    evaluated_in_between,
+    with_a_frozen_norm,
+    differentiated_twice,
+    for_an_input_alone,
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_branch_that_runs_later_is_worth_what_it_was_worth_then(run):
+    z, found = torch.randn(3, 4, 5, 5), []
+    for module, gate in closed_at_once_and_later(bottleneck()):
+        before = copy.deepcopy(module.state_dict())
+        run(module, z.clone().requires_grad_())
+        found.append(gate.worth)
+        assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+    if run is for_an_input_alone:
+        assert found == [None, None]
+    else:
+        assert found[0].abs() > 1e-3
+        assert torch.equal(*found)
+
+
+def test_a_closed_gate_keeps_nothing_of_its_branch_for_the_backward_pass():
+    kept = []
+    for module, _ in closed_at_once_and_later(bottleneck()):
+        z, sizes = torch.randn(3, 4, 5, 5, requires_grad=True), []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, z=z, sizes=sizes: sizes.append(t.data_ptr() != z.data_ptr()) or t, lambda t: t
+        ):
+            module(z)
+        kept.append(sum(sizes))
+    assert kept == [1, 0]
+
+
+def test_dice_of_closed_branches_are_thrown_in_the_backward_pass_alone_also_in_the_first_step():
+    """Or a resumed run, whose gates are new, would throw others than the run that went on."""
+    module = Residual(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    gate, z, after = gated(module, xi=False), torch.ones(4, requires_grad=True), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        out = module(z)
+        after.append(torch.rand(3))
+        out.sum().backward()
+        after.append(torch.rand(3))
+    assert gate.later
+    assert torch.equal(after[0], after[2])
+    assert torch.equal(after[1], after[3])
 
 
 def test_a_gate_whose_worth_nobody_reads_runs_nothing_when_closed_and_hooks_nothing():

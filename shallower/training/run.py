@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shallower import estimators, models, prior
+from shallower import estimators, models, optim, prior
 from shallower.aside import OF_ALL_THREADS
 from shallower.blocks import find_blocks
 from shallower.compilation import Compiler
@@ -30,6 +30,9 @@ from shallower.training.checkpoint import CHECKPOINT, Checkpoint, RunError, diff
 from shallower.training.clock import Clock
 from shallower.training.result import loss_of
 from shallower.training.resumed import check_groups, check_history, check_moments, check_schedule, groups_of
+
+
+THETA_OPTIMIZERS = {"adam": optim.ThetaAdam, "sgd": torch.optim.SGD}
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ class Run:
             estimator=getattr(estimators, recipe.estimator),
             theta=recipe.theta,
             theta_lr=recipe.theta_lr,
+            theta_optimizer=THETA_OPTIMIZERS[recipe.theta_optimizer],
             tolerance=recipe.tolerance,
             seed=_seed_of_draws(self.seed),
         )
