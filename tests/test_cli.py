@@ -137,6 +137,9 @@ def test_reproduce_runs_each_seed_once_and_never_takes_another_result_for_its_ow
     assert row in shown.stdout
     (kept,) = (tmp_path / "results").rglob("*.json")
     assert kept.parent.name == "digits_epochs=2_theta_lr=0.05_finalize_epoch=1"
+    older = json.loads(kept.read_text())
+    assert older["settings"].pop("theta_optimizer") == "adam"  # as if it were from before there was a choice
+    kept.write_text(json.dumps(older))
     before = kept.stat().st_mtime_ns
     (kept.parent / "seed7.json").write_text(kept.read_text())
     shown = run("reproduce", "digits", "digits", "--seeds", "1", *QUICK)

@@ -102,6 +102,7 @@ def test_the_stored_network_is_the_trained_one(digits, tmp_path):
         {},
         {"estimator": "flip"},
         {"begin_epoch": 1, "estimate_every": 3},
+        {"theta_optimizer": "sgd", "theta_lr": 1e-4},
         {"log_gamma": None},
         {"optimizer": "sgd", "cosine": True},
     ],
@@ -142,6 +143,18 @@ def test_rates_learn_from_the_epoch_they_begin_at_and_in_every_kth_step(digits, 
     steps = [json.loads(line)["step"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert steps
     assert {step % 5 for step in steps if step < 2 * 45} == {1}  # counted from 1; 45 steps in an epoch
+
+
+def test_plain_gradient_steps_move_rates_in_proportion_to_what_blocks_lack(digits):
+    fields = {"theta_optimizer": "sgd", "theta_lr": 1e-5, "theta": 0.5, "log_gamma": -100.0}
+    run = Run(quick(**fields), digits, seed=0, machine=Machine("cpu"))
+    inputs, labels = next(iter(run.loader))
+    run.loss_on(run.net, inputs, labels).backward()
+    run.optimizer.step()
+    run.pruner.step()
+    lacks = run.pruner.vitals.change + 100.0  # of one step: its estimates
+    assert len(set(lacks.tolist())) > 1
+    torch.testing.assert_close(run.pruner.theta, 0.5 - 1e-5 * lacks)  # (2), (5)
 
 
 def test_the_ramp_of_a_run_begins_where_its_rates_begin_to_learn(digits):

@@ -31,7 +31,6 @@ from shallower.training.clock import Clock
 from shallower.training.result import loss_of
 from shallower.training.resumed import check_groups, check_history, check_moments, check_schedule, groups_of
 
-
 THETA_OPTIMIZERS = {"adam": optim.ThetaAdam, "sgd": torch.optim.SGD}
 
 
