@@ -3,10 +3,9 @@
 import hashlib
 import json
 import math
-import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -16,17 +15,14 @@ import torch
 
 from shallower import store
 from shallower.data import Task
-from shallower.export import FORMS
-from shallower.files import PARTS, Unwritten, locked, remove_parts, write_csv, write_text
+from shallower.files import locked, write_csv, write_text
 from shallower.ledger import block_costs, count_macs, count_parameters, synchronize
 from shallower.pruner import Pruner
-from shallower.ranks import Ranks
 from shallower.recipes import Recipe, label
-from shallower.training.certified import CERTIFICATE
 from shallower.training.checkpoint import CHECKPOINT, RunError
+from shallower.training.folder import JOB, RECIPE, check_folder, clear, on_a_full_disk
 from shallower.training.result import (
     COMPARISON,
-    PAGE,
     Result,
     compare,
     count_layers,
@@ -39,15 +35,6 @@ from shallower.training.stopping import Interrupted, stopping
 from shallower.worth import Worth
 from shallower.worth import worth as measure
 
-FILES = (
-    *(CHECKPOINT, "result.json", store.WEIGHTS, store.STRUCTURE, COMPARISON),
-    *("metrics.csv", "thetas.csv", "events.jsonl", "costs.csv", "worth.csv"),
-    *(CERTIFICATE, PAGE),  # and what was made of the network afterwards
-    *(*(name for name, _ in FORMS.values()), "model.onnx.data"),  # ONNX puts large weights beside
-)
-RECIPE = "recipe.json"  # by which the folder of a run is known
-JOB = ".job"  # which torchrun began the run in a folder
-BEFORE = (JOB, "log.txt")  # what may be there before the recipe; the log is that of `reproduce`
 Report = Callable[[Run, int, float], None]  # the run, its epoch, the mean loss so far
 ASK = 20  # steps after which several ranks ask each other whether to stop
 DIVERGED = (
@@ -78,7 +65,7 @@ def train(
     """
     options: dict[str, Any] = {"seed": seed, "machine": machine, "resume": resume, "overwrite": overwrite}
     options["job"] = job
-    with _on_a_full_disk(Path(folder)), ExitStack() as held:
+    with on_a_full_disk(Path(folder)), ExitStack() as held:
         run = _begin(recipe, task, Path(folder), held, **options)
         with stopping() as stop:
             for _ in _epochs(run, Path(folder), stop, report, note):
@@ -105,7 +92,7 @@ def train_against_dense(
         raise RunError(f"{recipe.name} is dense itself (log_gamma is null); choose a recipe that prunes.")
     folders = Path(folder), Path(folder) / "dense"
     twin = recipe.model_copy(update={"log_gamma": None})
-    with _on_a_full_disk(folders[0]), ExitStack() as held:
+    with on_a_full_disk(folders[0]), ExitStack() as held:
         runs = [_begin(recipe, task, folders[0], held, **options)]
         if options.get("resume") and not (folders[1] / CHECKPOINT).exists():  # stopped before the twin's
             options = {**options, "resume": False, "overwrite": True}
@@ -134,7 +121,7 @@ def _begin(
     job: str | None = None,
 ) -> Run:
     """Check everything, then take the folder."""
-    _check_folder(folder, resume=resume, overwrite=overwrite)
+    check_folder(folder, resume=resume, overwrite=overwrite)
     run = Run(recipe, task, seed=seed, machine=machine or Machine())
     _check_ranks(run, folder, resume=resume)  # and wait, before the folder that all have checked changes
     if resume:
@@ -143,21 +130,11 @@ def _begin(
         folder.mkdir(parents=True, exist_ok=True)
         if not held.enter_context(locked(folder)):
             raise RunError(f"Another process trains in {folder}. Wait for it, or choose another with --out.")
-        _clear(folder, replace=overwrite)
+        clear(folder, replace=overwrite)
         if job is not None:
             write_text(folder / JOB, job)
         _describe(run, folder, costs=not resume)
     return run
-
-
-def begun_by(folder: Path, job: str | None) -> dict[str, bool]:
-    """How a job that torchrun has started again goes on: with what it began itself, and with nothing else."""
-    marker, ranks = folder / JOB, Ranks()
-    mine = job is not None and marker.exists() and marker.read_text() == job
-    if not ranks.any(mine):  # the machine that wrote the marker knows itself
-        return {}
-    found = ranks.any((folder / CHECKPOINT).exists())
-    return {"resume": found, "overwrite": not found}
 
 
 def _check_ranks(run: Run, folder: Path, *, resume: bool) -> None:
@@ -198,18 +175,6 @@ def _epochs(
         if note is not None and run.ranks.first:
             note(run, folder)
         yield
-
-
-@contextmanager
-def _on_a_full_disk(folder: Path) -> Iterator[None]:
-    """What could not be written is told with the way on, which only a checkpoint makes --resume."""
-    try:
-        yield
-    except Unwritten as error:
-        way = (
-            "go on with --resume" if (folder / CHECKPOINT).exists() else "start the run anew with --overwrite"
-        )
-        raise Unwritten(error.errno, f"{error.strerror}, then {way}") from error
 
 
 def _check_stopped(stop: list[int], folder: Path) -> None:
@@ -384,46 +349,3 @@ def _worth(run: Run, pruner: Pruner) -> list[Worth]:
             return loss_of(run.task.kind, run.model(batch[0]), batch[1])
 
     return measure(pruner, batches, loss) if pruner.alive else []
-
-
-def _check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    if resume and overwrite:
-        raise RunError(
-            "Found --resume and --overwrite, of which one keeps the run in the folder and the other replaces "
-            "it. Give one of them."
-        )
-    if resume or not folder.exists() or not any(folder.iterdir()):
-        return
-    if not _has_run(folder):
-        raise RunError(
-            f"{folder} exists and is not empty, and what is in it is no run: it has no recipe.json of one. "
-            "Nothing was touched. Choose another folder with --out, or empty it yourself."
-        )
-    if not overwrite:
-        way = "It was stopped before its first checkpoint: replace it by --overwrite"
-        if (folder / CHECKPOINT).exists():
-            way = "Go on with it by --resume, replace it by --overwrite"
-        raise RunError(
-            f"{folder} exists and is not empty; it holds a run. {way}, or choose another folder with --out."
-        )
-
-
-def _has_run(folder: Path) -> bool:
-    """Whether there is a run, be it one that was killed before it could write its recipe."""
-    if all(path.name in BEFORE or path.match(PARTS) for path in folder.iterdir()):
-        return True
-    try:
-        return "seed" in json.loads((folder / RECIPE).read_text())
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-def _clear(folder: Path, *, replace: bool) -> None:
-    """What a killed process has left goes; of a run that is replaced, all that would not be written over."""
-    remove_parts(folder)
-    if replace:
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-        if (folder / "dense" / RECIPE).exists():
-            shutil.rmtree(folder / "dense")
