@@ -1,10 +1,9 @@
 """Running a model on the side: its modes, its statistics and the random numbers stay as they were."""
 
 import copy
-import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ OF_ALL_THREADS = threading.RLock()
 class frozen_statistics:
     """Batch statistics are used as in training, but running ones and all other buffers stay as they were.
 
-    A class and no generator: every closed gate comes here in every step.
+    To be entered at once: what there is to freeze is seen when it is made. Every closed gate comes here in
+    every step, so it is a class and no generator, though used as a function.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -49,45 +49,6 @@ class frozen_statistics:
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor was written to; inference tensors do not count."""
     return None if tensor.is_inference() else tensor._version
-
-
-class Circumstances:
-    """How a module runs now, to run again so later: autocast, and the modes of its parts."""
-
-    def __init__(self, device: torch.device, modules: Sequence[nn.Module]) -> None:
-        self._kind, self._modules = device.type, modules
-        self._autocast, self._modes = _autocast(self._kind), [m.training for m in modules]
-
-    def last(self) -> bool:
-        """Whether all is still as it was then, which it mostly is."""
-        return _autocast(self._kind) == self._autocast and [m.training for m in self._modules] == self._modes
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """As it was then."""
-        enabled, dtype = self._autocast
-        modes = [m.training for m in self._modules]
-        _set_modes(self._modules, self._modes)
-        try:
-            with torch.autocast(self._kind, dtype=dtype, enabled=enabled) if dtype else nullcontext():
-                yield
-        finally:
-            _set_modes(self._modules, modes)
-
-
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
-
-
-def _autocast(kind: str) -> tuple[bool, torch.dtype | None]:
-    """Whether autocast is on for that kind of device, and to what it casts, if there is one."""
-    if not _has_autocast(kind):
-        return False, None
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
-def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
-    for module, mode in zip(modules, modes, strict=True):
-        module.training = mode
 
 
 @contextmanager

@@ -12,16 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from shallower.aside import Circumstances, frozen_statistics, same_dice
+from shallower.aside import frozen_statistics, same_dice
 from shallower.compilation import Compiled, Compiler
 from shallower.graphs import compiled, source, used_modules
-from shallower.split import Block, Owned, linear_parameters, split
+from shallower.idle import Branch, Circumstances
+from shallower.split import Block, Owned, linear_parameters, split, used
 from shallower.tracing import MIXIN, held_numbers
 from shallower.verify import check_first_use
 from shallower.watch import Listener, inner
@@ -44,6 +45,8 @@ class Gate:
     branch forward only.
     """
 
+    parts: Branch | None = None  # what a branch that may run late is made of
+    _fits = False  # whether branch and skip are known to have one shape
     unseen = False  # whether it is to be looked at when it first runs, see `verify`
     shared: tuple[str, ...] = (*PARTS, "inputs", "constants", "compiled")  # with copies of itself
     head: Callable[[nn.Module, Tensor], Tensor]
@@ -58,7 +61,6 @@ class Gate:
         self.watching = watching  # whether `worth` is wanted; if not, a closed gate runs nothing
         self.wants_free = free  # whether Euler's identity may be used
         self.alias = alias  # whether a closed block may hand on its very input
-        self.sharded = any(hasattr(p, "to_local") for p in module.parameters())
         self.xi = True
         self.rate = 1.0  # theta as a number, handed to the buffer when the mean network runs
         self.credits: list[Tensor] = []
@@ -86,9 +88,9 @@ class Gate:
     def _prepare(self, block: Block) -> None:
         parts = [getattr(block, part) for part in PARTS]
         self.code = [source(part) for part in parts]
-        self._fits = False  # whether branch and skip are known to have one shape
         self.head, self.branch, self.skip, self.tail = map(compiled, parts)
         self.inside = list(used_modules(self.module, block.branch))
+        self.parts = Branch(self.module, self.inside, used(self.module, block.branch))
         self.constants = held_numbers(self.module)
         self.inputs = inspect.signature(type(self.module).forward).parameters
         self._read(linear_parameters(self.module, block) if self.wants_free else [])
@@ -207,56 +209,60 @@ class Gate:
         if self.xi:
             branch = self.branch(module, z)
             return self.tail(module, self.listener.watch(skip + branch, branch, self.alias))  # (1), xi = 1
-        if watching and self.later:
+        later = self.watching and self.later()
+        if later:
             self._check_fits(skip, z)
-            run = partial(self._idle_later, skip.shape, Circumstances(z.device, self.inside))
-            return self.tail(module, self.listener.watch_later(skip, z, self.alias, run))  # (1) with xi = 0
-        if self.watching and not self.later:
+        elif self.watching:
             # Without gradients, too, as in the first pass of reentrant checkpointing: it throws dice.
             idle = self._idle(skip.shape, z)
-        if watching:
-            return self.tail(module, self.listener.watch(skip, idle, self.alias))  # (1) with xi = 0
-        out = self.tail(module, skip)
-        return out if self.alias else out.clone()
+        if not watching:
+            out = self.tail(module, skip)
+            return out if self.alias else out.clone()
+        if later:
+            assert self.parts is not None
+            run = partial(self._idle_later, skip.shape, Circumstances(self.parts, z.device))
+            return self.tail(module, self.listener.watch_later(skip, z, run))  # (1) with xi = 0
+        return self.tail(module, self.listener.watch(skip, idle, self.alias))  # (1) with xi = 0
 
-    @property
     def later(self) -> bool:
-        """Whether a closed branch may run as late as in the backward pass: nobody overwrites what it reads
-        (`alias`), and its weights are still whole then, as those of FSDP2 are not."""
-        return self.alias and not self.sharded
+        """Whether the closed branch may run as late as in the backward pass.
 
-    def _idle(self, shape: torch.Size, z: Tensor) -> Tensor:
+        Nobody overwrites what it reads, or the block could not hand on its very input; the rest see `idle`.
+        """
+        return self.alias and self.parts is not None and self.parts.plain and self.parts.may_wait()
+
+    def _idle(self, shape: torch.Size, *reads: Any) -> Tensor:
         """The output of the branch alone, forward only."""
         with torch.no_grad(), frozen_statistics(self.inside):
-            idle = self.branch(self.module, z)
+            idle = self.branch(self.module, *reads)
         if idle.shape != shape:
-            self._refuse(shape, idle.shape)
+            raise RuntimeError(
+                f"The skip of {self.name!r} gives {tuple(shape)}, its branch {tuple(idle.shape)}: without "
+                "the branch the block would change its shape. Give it a skip of the right shape, or leave it "
+                "out: `Pruner(..., blocks=[...])`."
+            )
         return idle
 
-    def _idle_later(self, shape: torch.Size, then: Circumstances, z: Tensor) -> Tensor:
-        """The same in the backward pass, as it would have been then."""
-        if then.last():
+    def _idle_later(self, shape: torch.Size, circumstances: Circumstances, z: Tensor) -> Tensor:
+        """The same in the backward pass, as it would have been before."""
+        if circumstances.hold():
             return self._idle(shape, z)
-        with then.again():
+        with circumstances.restored():
             return self._idle(shape, z)
-
-    def _hear(self, run: Callable[[], Any]) -> None:
-        if self.heard is not None:
-            self.heard.append(run)
 
     def _check_fits(self, skip: Tensor, z: Tensor) -> None:
-        """Once, before the network goes on with a skip that may have another shape than the sum."""
-        if not self._fits:
+        """Once, before the network goes on with a skip that may have another shape than the sum.
+
+        Not while somebody counts or records what is run; the backward pass looks again.
+        """
+        if not self._fits and not torch._C._len_torch_dispatch_stack():
             with same_dice(self.module):
                 self._idle(skip.shape, z)
             self._fits = True
 
-    def _refuse(self, skip: torch.Size, branch: torch.Size) -> NoReturn:
-        raise RuntimeError(
-            f"The skip of {self.name!r} gives {tuple(skip)}, its branch {tuple(branch)}: without the branch "
-            "the block would change its shape. Give it a skip of the right shape, or leave it out: "
-            "`Pruner(..., blocks=[...])`."
-        )
+    def _hear(self, run: Callable[[], Any]) -> None:
+        if self.heard is not None:
+            self.heard.append(run)
 
     def _check_constants(self) -> None:
         """Numbers that the module holds are written into its parts; they must not have changed since."""
@@ -283,10 +289,7 @@ class Gate:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: compiled parts and hooks stay behind, and the copy splits its block again."""
-        kept = (
-            *("name", "overwrites", "module", "watching", "wants_free", "alias", "sharded"),
-            *("xi", "rate", "code"),
-        )
+        kept = ("name", "overwrites", "module", "watching", "wants_free", "alias", "xi", "rate", "code")
         return {name: vars(self)[name] for name in kept if name in vars(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -303,7 +306,8 @@ class Gate:
         for name in self.shared:
             setattr(twin, name, getattr(self, name))
         twin.inside = copy.deepcopy(self.inside, memo)
-        twin.last, twin._opened, twin._fits = [], False, False
+        twin.parts = copy.deepcopy(self.parts, memo)
+        twin.last, twin._opened = [], False
         return twin
 
     def restore(self) -> None:

@@ -32,17 +32,15 @@ class WatchLater(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, total: Tensor, z: Tensor, xi: Tensor, alias: bool, run: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, total: Tensor, z: Tensor, xi: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(z)
         ctx.run = run
-        return _handed_on(total, alias)
+        return _handed_on(total, alias=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None]:
         (z,) = ctx.saved_tensors
-        return gradient, None, inner(gradient, ctx.run(z)), None, None  # (3)
+        return gradient, None, inner(gradient, ctx.run(z)), None  # (3)
 
 
 def _handed_on(total: Tensor, alias: bool) -> Tensor:
@@ -76,9 +74,9 @@ class Listener:
         """`total` as it is, of which `branch` is the part that xi multiplies."""
         return Watch.apply(total, branch, self._xi(branch.device), alias)
 
-    def watch_later(self, total: Tensor, z: Tensor, alias: bool, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def watch_later(self, total: Tensor, z: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """The same, where that part is `run(z)` and not known yet."""
-        return WatchLater.apply(total, z, self._xi(z.device), alias, run)
+        return WatchLater.apply(total, z.detach(), self._xi(z.device), run)  # no gradient comes to z this way
 
     def _xi(self, device: torch.device) -> Tensor:
         xi = self._leaves.get(device)

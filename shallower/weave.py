@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from shallower.aside import frozen_statistics
 from shallower.calls import Call, arrange, trace_call
 from shallower.compilation import Compiler
 from shallower.gate import Gate, Gated, derived
@@ -109,10 +108,7 @@ class SumGate(Gate):
             return self.listener.watch(skip + branch, branch, self.alias)  # (1), xi = 1
         if self.watching:
             # Without gradients, too, as in the first pass of reentrant checkpointing: it throws dice.
-            with torch.no_grad(), frozen_statistics(self.inside):
-                idle = self.branch(module, *reads)
-            if idle.shape != skip.shape:
-                self._refuse(skip.shape, idle.shape)
+            idle = self._idle(skip.shape, *reads)
         if watching:
             return self.listener.watch(skip, idle, self.alias)  # (1) with xi = 0
         return skip if self.alias else skip.clone()

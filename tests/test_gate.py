@@ -4,14 +4,16 @@ import copy
 import io
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shallower import Residual, split
-from shallower.gate import Gate, attach, detach, retire
+from shallower.gate import GATE, Gate, attach, detach, retire
 from shallower.watch import inner
 
 
@@ -124,9 +126,7 @@ def test_a_closed_gate_runs_its_branch_forward_only_and_leaves_no_gradient():
     module = Residual(Double())
     gate = gated(module, xi=False)
     worth(module, gate, torch.tensor([3.0]))
-    assert module.branch.runs == [False, False]  # once for its shape, which is known from then on
-    worth(module, gate, torch.tensor([3.0]))
-    assert module.branch.runs == [False] * 3
+    assert module.branch.runs == [False]
     assert module.branch.w.grad is None
 
 
@@ -150,7 +150,7 @@ def closed_at_once_and_later(module: nn.Module) -> list[tuple[nn.Module, Gate]]:
         twin = copy.deepcopy(module)
         gate = attach(twin, split(twin, name="block"), 0.5, alias=alias)
         gate.xi = False
-        assert gate.later == alias
+        assert gate.later() == alias
         pairs.append((twin, gate))
     return pairs
 
@@ -238,9 +238,73 @@ def test_dice_of_closed_branches_are_thrown_in_the_backward_pass_alone_also_in_t
         after.append(torch.rand(3))
         out.sum().backward()
         after.append(torch.rand(3))
-    assert gate.later
+    assert gate.later()
     assert torch.equal(after[0], after[2])
     assert torch.equal(after[1], after[3])
+
+
+def test_a_branch_does_not_wait_if_anybody_could_see_that_it_ran_late():
+    """Layers of the user's own, which may leave anything behind; hooks; weights that come and go."""
+    own = gated(Residual(Double()), xi=False)
+    assert not own.later()
+    module = bottleneck()
+    gate, heard = gated(module, xi=False), []
+    assert gate.later()
+    handle = module.branch[2].register_forward_hook(lambda *_: heard.append(torch.is_grad_enabled()))
+    assert not gate.later()
+    z = torch.randn(2, 4, 5, 5, requires_grad=True)
+    module(z)
+    assert heard == [False]
+    handle.remove()
+    assert gate.later()
+    others = {name: 2 * p.detach() for name, p in module.named_parameters()}
+    expected = copy.deepcopy(module)
+    expected.load_state_dict(others, strict=False)
+    torch.func.functional_call(module, others, (z,)).sum().backward()
+    assert_close(gate.worth, worth(expected, vars(expected)[GATE], z))
+
+
+def test_weights_that_change_before_the_backward_pass_are_an_error_as_for_open_blocks():
+    module = bottleneck()
+    gated(module, xi=False)
+    loss = module(torch.randn(2, 4, 5, 5, requires_grad=True)).sum()
+    with torch.no_grad():
+        module.branch[0].weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match="changed between the forward and the backward pass"):
+        loss.backward()
+
+
+def test_whoever_records_the_operators_of_a_forward_pass_finds_the_same_ones_again():
+    """As selective checkpointing does: one more in the first pass, and each gets another's output."""
+
+    def policy(ctx, op, *args, **kwargs):
+        wanted = op is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+    torch.manual_seed(0)
+    branch = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    plain = nn.Sequential(nn.Linear(4, 4), Residual(branch, tail=nn.ReLU()), nn.Linear(4, 4), nn.Linear(4, 1))
+    recorded, x = copy.deepcopy(plain), torch.randn(3, 4)
+    gates = [gated(model[1], xi=False) for model in (plain, recorded)]
+    plain(x).square().sum().backward()
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(recorded, x, use_reentrant=False, context_fn=contexts).square().sum().backward()
+    assert_close(recorded[0].weight.grad, plain[0].weight.grad)
+    assert_close(gates[1].worth, gates[0].worth)
+
+
+def test_no_gradient_comes_to_what_only_a_closed_branch_reads():
+    before, module = nn.Linear(3, 3), Residual(nn.Linear(3, 3), skip=Stopped())
+    gate = gated(module, xi=False)
+    assert gate.later()
+    module(before(torch.ones(2, 3))).sum().backward()
+    assert gate.worth is not None
+    assert before.weight.grad is None
+
+
+class Stopped(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        return z.detach()
 
 
 def test_a_gate_whose_worth_nobody_reads_runs_nothing_when_closed_and_hooks_nothing():
@@ -531,8 +595,10 @@ def test_a_number_that_changes_after_gating_is_refused_and_a_counter_is_not():
 def test_a_sum_that_broadcasts_is_refused_when_it_would_change_its_shape():
     module = Residual(nn.Linear(1, 8))
     gated(module, xi=False)
-    with pytest.raises(RuntimeError, match=r"gives \(3, 1\), its branch \(3, 8\)"):
-        module(torch.randn(3, 1))
+    for grad in (False, True):
+        with pytest.raises(RuntimeError, match=r"gives \(3, 1\), its branch \(3, 8\)"):
+            with torch.set_grad_enabled(grad):
+                module(torch.randn(3, 1))
 
 
 def test_half_precision_products_neither_overflow_nor_vanish():
