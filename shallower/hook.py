@@ -29,7 +29,8 @@ class BeforeStep:
     ) -> None:
         self.optimizer, self.gates, self.prunable = optimizer, gates, prunable
         self.grad_scaler, self.keep_weights = grad_scaler, keep_weights
-        self.ran, self.scale, self._checks = False, 1.0, 3
+        self.ran, self._checks = False, 3
+        self.scale: Tensor | None = None  # of the loss under a GradScaler, on the device of the gradients
         self._weights: list[tuple[Tensor, Tensor]] = []
         self._handle = optimizer.register_step_pre_hook(self)
 
@@ -42,7 +43,9 @@ class BeforeStep:
     ) -> Arguments | None:
         self.ran = True
         if self.grad_scaler is not None:
-            self.scale = self.grad_scaler.get_scale()
+            where = next((gate.theta.device for gate in self.gates.values()), None)
+            one = torch.ones((), device=where)
+            self.scale = self.grad_scaler.scale(one)  # and not get_scale(), which waits for the device
         elif self._checks > 0:
             self._check_unscaled()
         if self.keep_weights:

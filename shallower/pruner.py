@@ -286,6 +286,8 @@ class Pruner:
         None if a scaled gradient has overflowed, as a GradScaler expects it now and then.
         """
         found = _vector(self._ask(closure), len(self.gates))
+        if self._before.scale is not None and not needs_loss(self.estimator):
+            found = found / self._before.scale
         known = self.ranks.mean(found, self._stamp(learn=True), self._weights())  # the one transfer in a step
         if not all(map(math.isfinite, known)):
             if self.grad_scaler is not None:
@@ -297,9 +299,8 @@ class Pruner:
                 "or inf. No rate has moved and no block has gone, but optimizer.step() has taken the weights "
                 "along: go back to the last checkpoint, with a smaller learning rate."
             )
-        scale = 1.0 if needs_loss(self.estimator) else self._before.scale
         of = dict(zip(self.gates, known, strict=True))
-        return torch.tensor([of.get(name, 0.0) / scale for name in self.blocks], dtype=self.theta.dtype)
+        return torch.tensor([of.get(name, 0.0) for name in self.blocks], dtype=self.theta.dtype)
 
     def _compare(self) -> None:
         """Hold the ranks against each other in a step that does not learn.
