@@ -84,7 +84,7 @@ def main() -> None:
     found.add_argument("--estimate-every", type=int, help="so many steps theta learns once")
     given, show = with_section(found)
     torch.set_num_threads(1)
-    flags = ["--bf16", "--channels-last", "--compile"]
+    flags = ["--bf16", "--channels-last", "--compile", "--no-worth"]
     seeds, options = range(given.seeds), {"depth": given.depth}
     names = (
         "theta",
