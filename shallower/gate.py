@@ -257,7 +257,7 @@ class Gate:
         """
         if not self._fits and not torch._C._len_torch_dispatch_stack():
             with same_dice(self.module):
-                self._idle(skip.shape, z)
+                self._idle(skip.shape, z.detach())  # as in the backward pass: a compiled branch looks at that
             self._fits = True
 
     def _hear(self, run: Callable[[], Any]) -> None:
