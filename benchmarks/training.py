@@ -20,7 +20,7 @@ from shallower.data import Samples, Task
 from shallower.recipes import Recipe
 from shallower.training import Machine, Result, train
 
-THREADS, PAIRS, IMAGES, CLASSES, NOISE = 1, 4, 512, 10, 1.0
+THREADS, PAIRS, IMAGES, CLASSES, NOISE = 1, 3, 512, 10, 1.0
 PRUNED = Recipe(
     name="benchmark",
     task="pictures",
