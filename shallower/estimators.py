@@ -92,11 +92,10 @@ def sums(parts: Sequence[Sequence[Tensor]]) -> Tensor:
 
 def _sums_on_device(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     """A few small operations for any number of gates, and no waiting."""
-    values = torch.stack([value for row in parts for value in row])
-    if len({len(row) for row in parts}) == 1:  # as with one backward pass through blocks of one kind
-        return values.view(len(parts), -1).sum(1)
-    rows = torch.tensor([place for place, row in enumerate(parts) for _ in row])
-    return values.new_zeros(len(parts)).index_add_(0, rows.to(values.device), values)
+    width = max(map(len, parts))
+    zero = parts[0][0].new_zeros(())  # for rows that are shorter, as those of closed blocks are
+    values = torch.stack([value for row in parts for value in (*row, *[zero] * (width - len(row)))])
+    return values.view(len(parts), width).sum(1)
 
 
 def needs_loss(estimator: Estimator) -> bool:

@@ -96,8 +96,12 @@ class Gate:
         self._read(linear_parameters(self.module, block) if self.wants_free else [])
 
     def _read(self, last: Sequence[Owned]) -> None:
-        """Read the estimate (3) off the gradients of the branch's last affine map, if it is trained."""
-        self.last = list(last) if all(p.requires_grad for _, _, p in last) else []
+        """Read the estimate (3) off the gradients of the branch's last affine map, if it is trained.
+
+        Not if it has hooks already, which come before ours and may change the gradient, as to clip it.
+        """
+        readable = all(p.requires_grad and not p._backward_hooks for _, _, p in last)
+        self.last = list(last) if readable else []
         self._opened = False  # a training forward of the open block has run since the last step
         self._handles: list[RemovableHandle] = []
         if self.last and self.watching:

@@ -1,6 +1,7 @@
 """What must happen inside `optimizer.step()`, after the last backward pass and before the weights move."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from shallower.gate import Gate
 from shallower.optim import fill_gradients
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+PASS_IT = "Pass it, or every estimate is as many times too large: `Pruner(..., grad_scaler=scaler)`."
 
 
 class BeforeStep:
@@ -31,6 +33,7 @@ class BeforeStep:
         self.grad_scaler, self.keep_weights = grad_scaler, keep_weights
         self.ran, self._checks = False, 3
         self.scale: Tensor | None = None  # of the loss under a GradScaler, on the device of the gradients
+        self.overflow: Tensor | None = None  # above 0 if a gradient overflowed and a fused step does nothing
         self._weights: list[tuple[Tensor, Tensor]] = []
         self._handle = optimizer.register_step_pre_hook(self)
 
@@ -42,10 +45,14 @@ class BeforeStep:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         self.ran = True
+        # A fused optimiser is stepped by the GradScaler whatever happens, and looks at these itself.
+        self.overflow = getattr(optimizer, "found_inf", None)
         if self.grad_scaler is not None:
             where = next((gate.theta.device for gate in self.gates.values()), None)
             one = torch.ones((), device=where)
             self.scale = self.grad_scaler.scale(one)  # and not get_scale(), which waits for the device
+        elif self.overflow is not None:
+            raise RuntimeError(f"The optimizer is stepped by a GradScaler, which scales the loss. {PASS_IT}")
         elif self._checks > 0:
             self._check_unscaled()
         if self.keep_weights:
@@ -98,17 +105,18 @@ class BeforeStep:
             self._checks -= 1
             now = math.fsum((p.grad * p).sum().item() for p in last if p.grad is not None)
             ratio = abs(float(worth) / now) if now else 1.0
-            if (
-                ratio > 255
-                and math.isfinite(ratio)
-                and abs(math.log2(ratio) - round(math.log2(ratio))) < 1e-3
-            ):
-                raise RuntimeError(
-                    f"Between the backward pass and optimizer.step() the gradients became {ratio:.0f} times "
-                    "smaller, as with a GradScaler that scales the loss. Pass it: "
-                    "`Pruner(..., grad_scaler=scaler)`."
-                )
+            if math.isfinite(ratio):
+                _check_ratio(ratio)
             return
+
+
+def _check_ratio(ratio: float) -> None:
+    """By how much gradients shrank: a GradScaler's is a power of two, unless they were clipped as well."""
+    found = f"Between the backward pass and optimizer.step() the gradients became {ratio:.0f} times smaller"
+    if ratio > 255 and abs(math.log2(ratio) - round(math.log2(ratio))) < 1e-3:
+        raise RuntimeError(f"{found}, as with a GradScaler that scales the loss. {PASS_IT}")
+    if ratio > 4096:
+        warnings.warn(f"{found}. If a GradScaler scales the loss: {PASS_IT}", stacklevel=2)
 
 
 def _values(p: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The optimiser is a patient too: forget removed parameters, keep closed ones decaying; a step for theta."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,20 @@ def adopt(optimizer: Optimizer, parameter: nn.Parameter, *, like: Tensor) -> Non
     for group in optimizer.param_groups:
         if any(p is like for p in group["params"]):
             group["params"].append(parameter)
+    if like in optimizer.state:
+        _begin(optimizer, parameter, optimizer.state[like])
+
+
+def restart(optimizer: Optimizer, parameter: Tensor) -> None:
+    """Let `parameter`, which has other values now, begin anew in `optimizer`, as if it had taken no step."""
+    _begin(optimizer, parameter, optimizer.state.pop(parameter, {}))
+
+
+def _begin(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Fused SGD takes momentum of every parameter or of none, so that of a new one is 0 beside the others."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused and state.keys() == {"momentum_buffer"} and state["momentum_buffer"] is not None:
+        optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
 def unknown(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> list[str]:

@@ -288,6 +288,8 @@ class Pruner:
         found = _vector(self._ask(closure), len(self.gates))
         if self._before.scale is not None and not needs_loss(self.estimator):
             found = found / self._before.scale
+        if self._before.overflow is not None:
+            found = found.where(self._before.overflow.to(found.device) == 0, math.nan)
         known = self.ranks.mean(found, self._stamp(learn=True), self._weights())  # the one transfer in a step
         if not all(map(math.isfinite, known)):
             if self.grad_scaler is not None:

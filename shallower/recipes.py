@@ -101,7 +101,8 @@ class Recipe(BaseModel):
 
         The learning rate follows its schedule over the whole run, log gamma is ramped and the network
         finalised at the same fractions of it, and theta, which has fewer steps for the same way, takes
-        longer ones. A run is finalised between two epochs, and fine-tuned for one at least, if there are two.
+        longer ones. A run is finalised between two epochs, and fine-tuned for one at least, if there are two;
+        the steps of theta are as long as the epochs in which it then learns ask for.
         """
         if epochs < 1:
             raise RecipeError(f"Found epochs={epochs}; a run has at least 1.")
@@ -113,12 +114,20 @@ class Recipe(BaseModel):
             if ramp >= end:  # in the few epochs that there are
                 ramp = self.ramp_epochs / (self.finalize_epoch or 1) * end
         latest = min(math.ceil(ramp) or epochs, end or epochs) - 1
+        if begin and latest < 1:
+            raise RecipeError(
+                f"In {epochs} epochs none is left before theta learns (begin_epoch={begin} of {self.epochs}, "
+                f"finalize_epoch={self.finalize_epoch}, ramp_epochs={self.ramp_epochs:g}). Take more epochs, "
+                "or let it learn from the first step: --set begin_epoch=null."
+            )
+        begin = begin and min(max(round(begin * ratio), 1), latest)
+        learning = (self.finalize_epoch or self.epochs) - (self.begin_epoch or 0)  # in so many epochs
         changes = {
             "epochs": epochs,
-            "begin_epoch": begin and min(max(round(begin * ratio), 1), latest),
+            "begin_epoch": begin,
             "ramp_epochs": ramp,
             "finalize_epoch": end,
-            "theta_lr": self.theta_lr / ratio,
+            "theta_lr": self.theta_lr * (learning / ((end or epochs) - (begin or 0))),
         }
         return Recipe.model_validate({**self.model_dump(), **changes})
 

@@ -834,3 +834,30 @@ def test_a_pointwise_convolution_behind_a_pool_is_folded_into_the_next_convoluti
     assert report.folded == {"1": "2"}
     assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     assert not list(model[1].parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_training_goes_on_in_channels_last_with_what_was_folded(kind, fused):
+    """Zero padding folds into convolutions that go on with no momentum beside others that have theirs."""
+    torch.manual_seed(0)
+    last = torch.channels_last
+    model = models.resnet(blocks=(1, 2, 2), widths=(4, 8, 8), final_norm="bare").to(memory_format=last)
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, fused=fused, **options)
+    x, y = torch.randn(8, 3, 8, 8).contiguous(memory_format=last), torch.randint(0, 10, (8,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step()
+    survivors = remove(model, "stage2.0", "stage3.0", optimizer=optimizer)
+    folded = absorb(model, ["stage2.0", "stage3.0"], survivors, optimizer=optimizer).folded
+    assert len(folded) == 2
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step()
+    for name, p in model.named_parameters():
+        assert not torch.equal(p, before[name])
+        assert p.ndim != 4 or p.is_contiguous(memory_format=last)

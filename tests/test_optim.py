@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shallower.optim import RobbinsMonro, ThetaAdam, adopt, fill_gradients, forget, unknown
+from shallower.optim import RobbinsMonro, ThetaAdam, adopt, fill_gradients, forget, restart, unknown
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -16,6 +16,7 @@ OPTIMIZERS = {
     "adam": lambda groups: torch.optim.Adam(groups, lr=0.1, foreach=True),
     "adam-fused": lambda groups: torch.optim.Adam(groups, lr=0.1, fused=True),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True),
+    "sgd-fused": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.1, momentum=0.9),
 }
 
@@ -102,6 +103,24 @@ def test_an_adopted_parameter_joins_the_group_of_its_fellow():
     adopt(optimizer, new, like=parameters[1])
     assert optimizer.param_groups[1]["params"][-1] is new
     assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_a_restarted_and_an_adopted_parameter_step_as_new_ones_beside_the_others(name):
+    parameters, optimizer = trained(name, 4)
+    twins = [nn.Parameter(parameters[0].detach().clone()) for _ in range(2)]
+    restart(optimizer, parameters[0])
+    adopt(optimizer, twins[0], like=parameters[0])
+    fresh = OPTIMIZERS[name]([{"params": [twins[1]]}])
+    for _ in range(2):
+        for p in (parameters[0], *twins):
+            p.grad = torch.ones_like(p)
+        for p in parameters[1:]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        fresh.step()
+    assert torch.equal(parameters[0], twins[1])
+    assert torch.equal(twins[0], twins[1])
 
 
 def test_thetas_adam_is_pytorchs_and_each_goes_on_from_the_others_state():

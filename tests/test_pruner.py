@@ -801,14 +801,77 @@ def test_a_grad_scaler_that_the_pruner_does_not_know_is_noticed():
         scaler.step(optimizer)
 
 
+def test_a_grad_scaler_that_steps_a_fused_optimizer_is_noticed():
+    """It leaves the gradients as they are, so nothing between backward pass and step tells of it."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    Pruner(model, optimizer, dataset_size=N, log_gamma=-20.0)
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = batch(0)
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    with pytest.raises(RuntimeError, match=r"stepped by a GradScaler.*grad_scaler=scaler"):
+        scaler.step(optimizer)
+
+
+def test_a_grad_scaler_behind_which_gradients_are_clipped_is_asked_about():
+    model, optimizer, pruner = started()
+    for gate in pruner.gates.values():
+        gate.xi = True
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = batch(0)
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match=r"times smaller. If a GradScaler.*grad_scaler=scaler"):
+        scaler.step(optimizer)
+
+
 def test_clipping_is_not_taken_for_a_scaler():
     model, optimizer, pruner = started()
     x, y = batch(0)
     F.cross_entropy(model(x), y).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     optimizer.step()
     pruner.step()
     assert pruner.num_steps == 1
+
+
+def test_hooks_that_were_there_before_change_no_estimate():
+    """A hook that clips the gradients of a parameter comes before the reader, which must not believe it."""
+    found = []
+    for clipped in (False, True):
+        model = network()
+        if clipped:
+            for p in model.parameters():
+                p.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        pruner = Pruner(model, sgd(model), dataset_size=N, log_gamma=-20.0, theta=1.0, theta_lr=1e-9)
+        x, y = batch(0)
+        F.cross_entropy(model(x), y).backward()
+        found.append([gate.worth for gate in pruner.gates.values()])
+    assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_an_overflow_beside_the_gates_moves_no_rate_fused_or_not(kind):
+    """A fused optimiser is stepped all the same and does nothing by itself; the estimates are finite."""
+    thetas = []
+    for fused in (False, True):
+        model = network()
+        of = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
+        optimizer = of(model.parameters(), lr=1e-3, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        pruner = Pruner(model, optimizer, dataset_size=N, log_gamma=-20.0, theta_lr=0.02, grad_scaler=scaler)
+        model[0].weight.register_hook(lambda g: g * float("inf"))  # below the blocks
+        weight, before = model[0].weight.detach().clone(), pruner.thetas
+        x, y = batch(0)
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        pruner.step()
+        assert torch.equal(model[0].weight, weight)
+        assert pruner.thetas == before
+        thetas.append(pruner.thetas)
+    assert thetas[0] == thetas[1]
 
 
 @pytest.mark.parametrize("fused", [False, True])

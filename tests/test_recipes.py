@@ -83,7 +83,7 @@ def test_a_recipe_in_fewer_epochs_keeps_its_proportions():
     """ResNet-56: 182 epochs, log gamma ramped to 105, finalised at 150, theta at 1e-4 per step."""
     short = recipe("cifar10-resnet56-250").rescaled(26)
     assert (short.epochs, short.ramp_epochs, short.finalize_epoch) == (26, pytest.approx(15), 21)
-    assert short.theta_lr == pytest.approx(7e-4)
+    assert short.theta_lr == pytest.approx(1e-4 * 150 / 21)  # as far in the epochs in which it learns
     kept = {"epochs", "ramp_epochs", "finalize_epoch", "theta_lr"}
     long = recipe("cifar10-resnet56-250")
     assert {k: v for k, v in short.settings.items() if k not in kept} == {
@@ -91,7 +91,10 @@ def test_a_recipe_in_fewer_epochs_keeps_its_proportions():
     }
     assert long.rescaled(182) == long
     late = recipe("cifar10-resnet56-250", {"begin_epoch": 30})
-    assert [late.rescaled(n).begin_epoch for n in (91, 12, 6, 2, 1)] == [15, 2, 1, 0, 0]
+    assert [late.rescaled(n).begin_epoch for n in (91, 12, 6)] == [15, 2, 1]
+    assert late.rescaled(12).theta_lr == pytest.approx(1e-4 * (150 - 30) / (10 - 2))
+    with pytest.raises(RecipeError, match=r"In 2 epochs none is left .* --set begin_epoch=null"):
+        late.rescaled(2)
     assert recipe("digits", {"begin_epoch": 1}).rescaled(4).begin_epoch == 1
 
 

@@ -214,10 +214,19 @@ def _write(parameter: Tensor, value: Tensor, optimizer: Optimizer | None) -> Non
     # A graph that is still alive, as of the last loss, holds on to the old shape of `parameter` as the shape
     # of its gradient, unless the type changes on the way.
     parameter.data = parameter.data.to(torch.float64 if parameter.dtype != torch.float64 else torch.float32)
-    parameter.data = value.to(other).contiguous()
+    parameter.data = _laid_out(value.to(other), like=other)
     parameter.grad = None
     if optimizer is not None:
-        optimizer.state.pop(parameter, None)
+        optim.restart(optimizer, parameter)
+
+
+def _laid_out(value: Tensor, *, like: Tensor) -> Tensor:
+    """`value` in the memory format of `like`, as channels_last."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    found = formats.get(like.ndim)
+    if found is None or like.is_contiguous() or not like.is_contiguous(memory_format=found):
+        return value.contiguous()
+    return value.contiguous(memory_format=found)
 
 
 def _layer(model: nn.Module, path: str) -> Layer:

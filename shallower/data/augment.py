@@ -34,14 +34,20 @@ def _whole(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _windows(images: Tensor, generator: Generator, pad: int) -> tuple[Tensor, Tensor]:
-    offsets = torch.randint(2 * pad + 1, (2, len(images), 1), generator=generator).to(images.device)
+    offsets = torch.randint(2 * pad + 1, (2, len(images), 1), generator=generator)
+    offsets = _sent(offsets, images.device)
     rows, columns = _whole(images)
     return rows + offsets[0], columns + offsets[1]
 
 
 def _mirror(columns: Tensor, generator: Generator) -> Tensor:
     mirrored = torch.rand(len(columns), 1, generator=generator) < 0.5
-    return torch.where(mirrored.to(columns.device), columns.flip(1), columns)
+    return torch.where(_sent(mirrored, columns.device), columns.flip(1), columns)
+
+
+def _sent(draws: Tensor, device: torch.device) -> Tensor:
+    """Draws on the device of the images, without waiting for it."""
+    return draws.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else draws.to(device)
 
 
 def _pick(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
