@@ -75,7 +75,7 @@ def main() -> None:
     found.add_argument("--log-gamma", type=float, nargs="+", default=[-8000.0, -10000.0])
     found.add_argument("--theta", type=float, default=1.0, help="where every rate starts")
     whole = "in the paper's 182 epochs; scaled with them"
-    found.add_argument("--theta-lr", type=float, default=2e-4, help=whole)
+    found.add_argument("--theta-lr", type=float, default=3.03333e-3, help="of a step that learns, as it is")
     found.add_argument("--theta-optimizer", choices=("adam", "sgd"), default="adam")
     found.add_argument("--begin-epoch", type=int, help=f"of learning theta, {whole}")
     found.add_argument("--ramp-epochs", type=float, default=45.5, help=whole)
@@ -88,7 +88,6 @@ def main() -> None:
     seeds, options = range(given.seeds), {"depth": given.depth}
     names = (
         "theta",
-        "theta_lr",
         "theta_optimizer",
         "begin_epoch",
         "ramp_epochs",
@@ -98,10 +97,11 @@ def main() -> None:
     )
     fields = {"options": options, **{name: getattr(given, name) for name in names}}
     dense = setting(DENSE, f"ResNet-{given.depth}, dense", given.epochs, options=options)
-    pruned = [
-        setting(PRUNED, f"log gamma {value:g}", given.epochs, log_gamma=value, **fields)
-        for value in given.log_gamma
-    ]
+    pruned = []
+    for value in given.log_gamma:
+        row = setting(PRUNED, f"log gamma {value:g}", given.epochs, log_gamma=value, **fields)
+        own = row.chosen.model_copy(update={"theta_lr": given.theta_lr})  # and not in proportion
+        pruned.append(Setting(row.label, own))
     runs = run_all([dense, *pruned], given, seeds, flags)
     built: dict[str, list[Result]] = {}
     for seed in seeds:  # pruning may leave another network with every seed

@@ -1,6 +1,7 @@
 """The commands: `shallower list | train | reproduce | certify | export | data | inspect | report | table`."""
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -231,6 +232,7 @@ def fetch(
     name: Annotated[str, typer.Argument(metavar="NAME", help=", ".join(data.NAMES))], data_dir: DataDir = None
 ) -> None:
     """Fetch and verify a dataset."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # where it is looked for, and what happens
     with _plain_errors():
         task = data.load(name, data_dir, keep=data_dir is not None)
         out.print(

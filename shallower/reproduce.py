@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -45,7 +46,7 @@ def reproduce_all(
         folder = runs / place(recipe) / f"seed{seed}"
         done = [file for file in (kept, folder / "result.json") if file.exists()]
         for file in done:
-            _check(file, recipe, flags)
+            _check(file, recipe, seed, flags)
         if not done and (folder / CHECKPOINT).exists():
             _check_begun(folder / CHECKPOINT, recipe, seed, flags)
     todo = [job for job in every if not job[2].exists()]
@@ -58,8 +59,10 @@ def reproduce_all(
         folder = runs / name / f"seed{seed}"
         if children.signal is not None:
             return None
-        if not (folder / "result.json").exists() and _run(recipe, seed, folder, words, children) != 0:
-            return f"{name} seed {seed}"
+        if not (folder / "result.json").exists():
+            err.print(f"{name} seed {seed}: in {folder}", highlight=False)
+            if _run(recipe, seed, folder, words, children) != 0:
+                return f"{name} seed {seed}"
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, (folder / "result.json").read_text())
         err.print(f"{name} seed {seed}: done", highlight=False)
@@ -117,23 +120,30 @@ def kept_at(results: Path, recipe: Recipe, seed: int) -> Path:
     return results / place(recipe) / f"seed{seed}.json"
 
 
-def _check(kept: Path, recipe: Recipe, flags: Sequence[str]) -> None:
-    """A result of the same name may be of an older recipe, and must not pass for one of this."""
+def _check(kept: Path, recipe: Recipe, seed: int, flags: Sequence[str]) -> None:
+    """A result of the same name may be of an older recipe or another seed, and must not pass for this."""
     try:
         result = Result.model_validate_json(kept.read_text())
-    except ValidationError as error:
+    except (ValidationError, UnicodeDecodeError) as error:
         raise ValueError(f"{kept} is no result of a run; remove it, and the run is made again.") from error
     defaults = {
         name: field.default for name, field in Recipe.model_fields.items()
     }  # of fields that are newer
     found = {**defaults, **result.settings, "bf16": result.machine.get("bf16", False)}
-    now = {**recipe.settings, "bf16": "--bf16" in flags}
-    other = [f"{k}={found.get(k)} (now {v})" for k, v in now.items() if found.get(k) != v]
+    found |= {"recipe": result.recipe, "seed": result.seed}
+    now = {**recipe.settings, "bf16": "--bf16" in flags, "recipe": recipe.name, "seed": seed}
+    other = [f"{k}={found.get(k)} (now {v})" for k, v in now.items() if not _same(found.get(k), v)]
     if other:
         raise ValueError(
             f"{kept} was made with other settings: {', '.join(other)}. Remove it, or keep the results of "
             "these settings elsewhere: --results DIR --runs DIR."
         )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, as far as the name of a folder tells numbers apart."""
+    both = isinstance(one, float) and isinstance(other, float)
+    return math.isclose(one, other, rel_tol=1e-5) if both else one == other
 
 
 def _check_begun(path: Path, recipe: Recipe, seed: int, flags: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from shallower import cli, data, reproduce
 from shallower.cli import app
 from shallower.recipes import RECIPES, recipe
+from shallower.reports import read_results
 from shallower.reproduce import place
 from shallower.training import Interrupted, train, train_against_dense
 from shallower.training.result import loss_of
@@ -145,6 +146,10 @@ def test_reproduce_runs_each_seed_once_and_never_takes_another_result_for_its_ow
     shown = run("reproduce", "digits", "digits", "--seeds", "1", *QUICK)
     assert (shown.exit_code, row in shown.stdout) == (0, True)
     assert kept.stat().st_mtime_ns == before
+    (kept.parent / "seed1.json").write_text(kept.read_text())
+    shown = run("reproduce", "digits", "--seeds", "2", *QUICK)
+    assert (shown.exit_code, "seed=0 (now 1)" in shown.stderr.replace("\n", " ")) == (2, True)
+    (kept.parent / "seed1.json").unlink()
     assert place(recipe("digits", {"log_gamma": -100})) != place(recipe("digits")) == "digits"
     monkeypatch.setitem(RECIPES, "digits", RECIPES["digits"].model_copy(update={"decay": 0.3}))
     shown = run("reproduce", "digits", "--seeds", "1", *QUICK)
@@ -157,7 +162,7 @@ def test_train_and_reproduce_keep_a_setting_in_the_same_folder(tmp_path, monkeyp
     for words in (["--epochs", "1"], QUICK):
         assert run("train", "digits", "--no-worth", "--json", *words).exit_code == 0
     quick = "digits_epochs=2_theta_lr=0.05_finalize_epoch=1"
-    short = "digits_epochs=1_theta_lr=0.4_finalize_epoch=1"
+    short = "digits_epochs=1_theta_lr=0.35_finalize_epoch=1"
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {quick, short}
     monkeypatch.setattr(reproduce, "_run", None)  # nothing is left to be run
     for words in (["--epochs", "1"], QUICK):
@@ -201,11 +206,13 @@ def test_a_run_that_was_begun_with_other_settings_is_named_before_anything_runs(
     assert (shown.exit_code, "Or remove runs/digits/seed1" in shown.stderr.replace("\n", " ")) == (2, True)
 
 
-@pytest.mark.parametrize("text", ['{"recipe"', "[]", "{}"])
+@pytest.mark.parametrize("text", [b'{"recipe"', b"[]", b"{}", b"\xff\xfe"])
 def test_a_damaged_result_is_named(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results" / "digits").mkdir(parents=True)
-    (tmp_path / "results" / "digits" / "seed0.json").write_text(text)
+    (tmp_path / "results" / "digits" / "seed0.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"seed0\.json is no result of a run: "):
+        read_results([tmp_path / "results"])
     shown = run("reproduce", "digits", "--seeds", "1")
     assert shown.exit_code == 2
     assert "results/digits/seed0.json is no result of a run; remove it" in shown.stderr.replace("\n", " ")

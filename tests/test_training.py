@@ -573,10 +573,22 @@ def test_a_run_stopped_before_its_first_checkpoint_is_to_be_overwritten(digits, 
     train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, overwrite=True, worth=False)
 
 
+def test_a_finished_run_whose_checkpoint_is_gone_is_not_called_unfinished(digits, tmp_path):
+    train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, worth=False)
+    (tmp_path / "checkpoint.pt").unlink()
+    for resume in (False, True):
+        with pytest.raises(RunError, match=r"is finished, and its checkpoint is gone\..*--out"):
+            train(quick(epochs=1, finalize_epoch=None), digits, tmp_path, resume=resume)
+
+
 def test_a_run_that_cannot_begin_leaves_the_one_before_it(digits, tmp_path):
     train(quick(epochs=2), digits, tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    for wrong in ({"machine": Machine("nowhere")}, {"recipe": quick(options={"outputs": 5})}):
+    for wrong in (
+        {"machine": Machine("nowhere")},
+        {"machine": Machine("meta")},
+        {"recipe": quick(options={"outputs": 5})},
+    ):
         options = {"recipe": quick(epochs=2), **wrong}
         with pytest.raises(RunError):
             train(options.pop("recipe"), digits, tmp_path, overwrite=True, **options)

@@ -78,6 +78,7 @@ def obtain(
     for folder in folders:
         contents = read_folder(origin, folder)
         if contents is not None:
+            log.info("%s: verified in %s", origin.name, folder)
             if keep and folder != folders[0]:
                 _store(origin, contents, folders[0])
             return contents

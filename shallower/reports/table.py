@@ -55,10 +55,9 @@ def read_results(folders: Iterable[str | Path]) -> list[Result]:
         for file in files:
             try:
                 found.append(Result.model_validate_json(file.read_text()))
-            except ValidationError as error:
-                raise ValueError(
-                    f"{file} is no result of a run: {error.error_count()} fields do not fit."
-                ) from error
+            except (ValidationError, UnicodeDecodeError) as error:
+                why = "it is no text" if isinstance(error, UnicodeDecodeError) else "fields do not fit"
+                raise ValueError(f"{file} is no result of a run: {why}.") from error
     return found
 
 

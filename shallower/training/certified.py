@@ -12,7 +12,7 @@ from shallower.data import Task
 from shallower.files import write_text
 from shallower.recipes import Recipe
 from shallower.training.checkpoint import CHECKPOINT, RunError
-from shallower.training.result import Result, evaluate, loss_of
+from shallower.training.result import RESULT, Result, evaluate, loss_of
 from shallower.training.run import Machine, Run
 
 CERTIFICATE = "certificate.json"
@@ -30,7 +30,7 @@ def recipe_of(folder: Path) -> tuple[Recipe, Result]:
         raise RunError(f"{folder} {what}; give the folder of a finished run, as `shallower train` prints it.")
     try:
         settings = json.loads((folder / "recipe.json").read_text())
-        result = Result.model_validate_json((folder / "result.json").read_text())
+        result = Result.model_validate_json((folder / RESULT).read_text())
         settings.pop("seed")
         return Recipe.model_validate(settings), result
     except FileNotFoundError as error:

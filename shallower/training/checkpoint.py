@@ -8,6 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 
 from shallower.recipes import Recipe
+from shallower.training.result import RESULT
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -56,6 +57,11 @@ def read(path: Path) -> Checkpoint:
         _check_sums(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
+        if (path.parent / RESULT).exists():
+            raise RunError(
+                f"There is no {path} to resume from: the run is finished, and its checkpoint is gone. "
+                "Choose another folder with --out."
+            ) from error
         begun = path.parent.is_dir() and any(path.parent.iterdir())
         way = "anew, with --overwrite in place of" if begun else "without"
         raise RunError(f"There is no {path} to resume from; start the run {way} --resume.") from error

@@ -12,10 +12,10 @@ from shallower.files import PARTS, Unwritten, remove_parts
 from shallower.ranks import Ranks
 from shallower.training.certified import CERTIFICATE
 from shallower.training.checkpoint import CHECKPOINT, RunError
-from shallower.training.result import COMPARISON, PAGE
+from shallower.training.result import COMPARISON, PAGE, RESULT
 
 FILES = (
-    *(CHECKPOINT, "result.json", store.WEIGHTS, store.STRUCTURE, COMPARISON),
+    *(CHECKPOINT, RESULT, store.WEIGHTS, store.STRUCTURE, COMPARISON),
     *("metrics.csv", "thetas.csv", "events.jsonl", "costs.csv", "worth.csv"),
     *(CERTIFICATE, PAGE),  # and what was made of the network afterwards
     *(*(name for name, _ in FORMS.values()), "model.onnx.data"),  # ONNX puts large weights beside
@@ -42,6 +42,8 @@ def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
         way = "It was stopped before its first checkpoint: replace it by --overwrite"
         if (folder / CHECKPOINT).exists():
             way = "Go on with it by --resume, replace it by --overwrite"
+        elif (folder / RESULT).exists():
+            way = "It is finished, and its checkpoint is gone. Replace it by --overwrite"
         raise RunError(
             f"{folder} exists and is not empty; it holds a run. {way}, or choose another folder with --out."
         )

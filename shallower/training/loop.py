@@ -23,6 +23,7 @@ from shallower.training.checkpoint import CHECKPOINT, RunError
 from shallower.training.folder import JOB, RECIPE, check_folder, clear, on_a_full_disk
 from shallower.training.result import (
     COMPARISON,
+    RESULT,
     Result,
     compare,
     count_layers,
@@ -336,7 +337,7 @@ def _finish(run: Run, folder: Path, *, worth: bool) -> Result:
     )
     if run.ranks.first:
         store.save(folder, net, network=recipe.network, options=recipe.options, removed=removed)
-        write_text(folder / "result.json", result.model_dump_json(indent=2))
+        write_text(folder / RESULT, result.model_dump_json(indent=2))
     return result
 
 

@@ -11,6 +11,7 @@ import shallower
 from shallower.data import Loader
 from shallower.recipes import Recipe
 
+RESULT = "result.json"
 COMPARISON = "against_dense.json"
 PAGE = "report.html"  # the page about the run, written by shallower.reports
 

@@ -60,8 +60,8 @@ class Machine:
 
 def _device(name: str) -> torch.device:
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
+        torch.empty(1, device=name).item()  # which a device without memory, as meta is, does not have
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise RunError(f"The device {name!r} cannot be used here ({reason}); try --device cpu.") from error
     return torch.device(name)
