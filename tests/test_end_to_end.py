@@ -15,8 +15,7 @@ from shallower.data import folder as folders
 from shallower.recipes import RECIPES, recipe
 from shallower.training import Interrupted, train
 
-LARGE = [name for name in RECIPES if name.startswith(("cifar10-resnet", "cifar100"))]
-LARGE += ["cifar10-vgg16-1200", "imagenet-resnet50"]
+LARGE = [name for name in RECIPES if name.startswith(("cifar", "imagenet"))]
 
 
 def records(seed: int, samples: int, labels: int) -> bytes:
