@@ -20,7 +20,7 @@ from shallower.data import Samples, Task
 from shallower.recipes import Recipe
 from shallower.training import Machine, Result, train
 
-THREADS, PAIRS, IMAGES, CLASSES, NOISE = 1, 3, 512, 10, 1.0
+THREADS, PAIRS, IMAGES, CLASSES, NOISE = 1, 3, 768, 10, 0.7
 PRUNED = Recipe(
     name="benchmark",
     task="pictures",
@@ -29,16 +29,16 @@ PRUNED = Recipe(
     fixed_layers=2,
     layers_per_block=2,
     epochs=10,
-    batch_size=32,
+    batch_size=128,  # as the recipes for CIFAR have it
     augment=True,
     pixels="standard",
     optimizer="sgd",
-    lr=0.05,
+    lr=0.1,
     cosine=True,
     log_gamma=-80.0,
-    begin_epoch=1,
-    multipliers={"stage3": 1.2},  # or its blocks are the last to go
-    theta_lr=0.03,
+    begin_epoch=3,  # of 6 steps each: before, no block is worth anything
+    theta_optimizer="sgd",
+    theta_lr=0.002,
     finalize_epoch=7,
 )
 DENSE = PRUNED.model_copy(update={"log_gamma": None})
