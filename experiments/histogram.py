@@ -41,6 +41,8 @@ def counts(names: Sequence[str], runs: Sequence[Result]) -> dict[int, int]:
 
 def panel(figure: Figure, place: tuple[int, int, int], name: str, results: Path) -> None:
     chosen = recipe(name)
+    if chosen.network not in ("fc", "cnn"):
+        raise SystemExit(f"{name} has the network {chosen.network}; layers are counted for fc and cnn alone.")
     kept = kept_at(results, chosen, 0).parent
     runs = read_results([kept]) if kept.is_dir() else []
     if not runs:

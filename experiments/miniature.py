@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from setting import Setting, parser, run_all, setting, spread, with_section
 
+from shallower.recipes import Recipe
 from shallower.training import Result
 
 DENSE, PRUNED = "cifar10-resnet56-dense", "cifar10-resnet56-500"
@@ -100,8 +101,8 @@ def main() -> None:
     pruned = []
     for value in given.log_gamma:
         row = setting(PRUNED, f"log gamma {value:g}", given.epochs, log_gamma=value, **fields)
-        own = row.chosen.model_copy(update={"theta_lr": given.theta_lr})  # and not in proportion
-        pruned.append(Setting(row.label, own))
+        own = {**row.chosen.model_dump(), "theta_lr": given.theta_lr}  # and not in proportion
+        pruned.append(Setting(row.label, Recipe.model_validate(own)))
     runs = run_all([dense, *pruned], given, seeds, flags)
     built: dict[str, list[Result]] = {}
     for seed in seeds:  # pruning may leave another network with every seed

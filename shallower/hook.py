@@ -14,7 +14,7 @@ from shallower.gate import Gate
 from shallower.optim import fill_gradients
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-PASS_IT = "Pass it, or every estimate is as many times too large: `Pruner(..., grad_scaler=scaler)`."
+PASS_IT = "Pass it, or every estimate is too large by its scale: `Pruner(..., grad_scaler=scaler)`."
 
 
 class BeforeStep:
@@ -52,6 +52,8 @@ class BeforeStep:
             one = torch.ones((), device=where)
             self.scale = self.grad_scaler.scale(one)  # and not get_scale(), which waits for the device
         elif self.overflow is not None:
+            for name in ("found_inf", "grad_scale"):  # the scaler takes them off behind the step alone
+                vars(optimizer).pop(name, None)
             raise RuntimeError(f"The optimizer is stepped by a GradScaler, which scales the loss. {PASS_IT}")
         elif self._checks > 0:
             self._check_unscaled()

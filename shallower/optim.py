@@ -37,9 +37,13 @@ def restart(optimizer: Optimizer, parameter: Tensor) -> None:
 
 
 def _begin(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> None:
-    """Fused SGD takes momentum of every parameter or of none, so that of a new one is 0 beside the others."""
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    if fused and state.keys() == {"momentum_buffer"} and state["momentum_buffer"] is not None:
+    """Fused SGD takes momentum of every parameter or of none, so that of a new one is 0 beside the others.
+
+    From there its first step is that of a new parameter, or with dampening a shorter one.
+    """
+    group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+    of_sgd = state.keys() == {"momentum_buffer"} and state["momentum_buffer"] is not None
+    if group.get("fused") and of_sgd:
         optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 

@@ -805,12 +805,15 @@ def test_a_grad_scaler_that_steps_a_fused_optimizer_is_noticed():
     """It leaves the gradients as they are, so nothing between backward pass and step tells of it."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
-    Pruner(model, optimizer, dataset_size=N, log_gamma=-20.0)
+    pruner = Pruner(model, optimizer, dataset_size=N, log_gamma=-20.0)
     scaler = torch.amp.GradScaler("cpu")
     x, y = batch(0)
     scaler.scale(F.cross_entropy(model(x), y)).backward()
     with pytest.raises(RuntimeError, match=r"stepped by a GradScaler.*grad_scaler=scaler"):
         scaler.step(optimizer)
+    optimizer.zero_grad()
+    pruner.discard()
+    assert train(model, optimizer, pruner, range(1)) == []  # without it all is well
 
 
 def test_a_grad_scaler_behind_which_gradients_are_clipped_is_asked_about():
