@@ -18,7 +18,7 @@ from rich.console import Console
 from shallower.files import write_text
 from shallower.recipes import Recipe, changes, label
 from shallower.training.checkpoint import CHECKPOINT, RunError, differences, read
-from shallower.training.result import Result
+from shallower.training.result import RESULT, Result
 from shallower.training.stopping import Interrupted, stopping
 
 err = Console(stderr=True)
@@ -44,7 +44,7 @@ def reproduce_all(
     every = [(recipe, seed, kept_at(results, recipe, seed)) for seed in seeds for recipe in chosen]
     for recipe, seed, kept in every:
         folder = runs / place(recipe) / f"seed{seed}"
-        done = [file for file in (kept, folder / "result.json") if file.exists()]
+        done = [file for file in (kept, folder / RESULT) if file.exists()]
         for file in done:
             _check(file, recipe, seed, flags)
         if not done and (folder / CHECKPOINT).exists():
@@ -59,12 +59,12 @@ def reproduce_all(
         folder = runs / name / f"seed{seed}"
         if children.signal is not None:
             return None
-        if not (folder / "result.json").exists():
+        if not (folder / RESULT).exists():
             err.print(f"{name} seed {seed}: in {folder}", highlight=False)
             if _run(recipe, seed, folder, words, children) != 0:
                 return f"{name} seed {seed}"
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, (folder / "result.json").read_text())
+        write_text(kept, (folder / RESULT).read_text())
         err.print(f"{name} seed {seed}: done", highlight=False)
         return None
 

@@ -790,13 +790,19 @@ def test_a_batch_that_is_thrown_away_can_be_discarded():
     assert_close([gate.worth for gate in pruner.gates.values()], once)
 
 
-def test_a_grad_scaler_that_the_pruner_does_not_know_is_noticed():
-    model, optimizer, pruner = started()
+def scaled_backward(model: nn.Module, pruner: Pruner) -> torch.amp.GradScaler:
+    """A backward pass with every gate open, under a scaler that nobody told the pruner of."""
     for gate in pruner.gates.values():
         gate.xi = True
     scaler = torch.amp.GradScaler("cpu")
     x, y = batch(0)
     scaler.scale(F.cross_entropy(model(x), y)).backward()
+    return scaler
+
+
+def test_a_grad_scaler_that_the_pruner_does_not_know_is_noticed():
+    model, optimizer, pruner = started()
+    scaler = scaled_backward(model, pruner)
     with pytest.raises(RuntimeError, match=r"65536 times smaller.*grad_scaler=scaler"):
         scaler.step(optimizer)
 
@@ -806,9 +812,7 @@ def test_a_grad_scaler_that_steps_a_fused_optimizer_is_noticed():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
     pruner = Pruner(model, optimizer, dataset_size=N, log_gamma=-20.0)
-    scaler = torch.amp.GradScaler("cpu")
-    x, y = batch(0)
-    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler = scaled_backward(model, pruner)
     with pytest.raises(RuntimeError, match=r"stepped by a GradScaler.*grad_scaler=scaler"):
         scaler.step(optimizer)
     optimizer.zero_grad()
@@ -818,11 +822,7 @@ def test_a_grad_scaler_that_steps_a_fused_optimizer_is_noticed():
 
 def test_a_grad_scaler_behind_which_gradients_are_clipped_is_asked_about():
     model, optimizer, pruner = started()
-    for gate in pruner.gates.values():
-        gate.xi = True
-    scaler = torch.amp.GradScaler("cpu")
-    x, y = batch(0)
-    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler = scaled_backward(model, pruner)
     scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     with pytest.warns(UserWarning, match=r"times smaller. If a GradScaler.*grad_scaler=scaler"):
