@@ -83,9 +83,11 @@ def main() -> None:
     found.add_argument("--finalize-epoch", type=int, default=60, help=whole)
     found.add_argument("--estimator", choices=("first_order", "flip"), default="flip")
     found.add_argument("--estimate-every", type=int, help="so many steps theta learns once")
+    found.add_argument("--single-precision", action="store_true", help="where bfloat16 is slower")
     given, show = with_section(found)
     torch.set_num_threads(1)
-    flags = ["--bf16", "--channels-last", "--compile", "--no-worth"]
+    flags = ["--channels-last", "--compile", "--no-worth"]
+    flags += [] if given.single_precision else ["--bf16"]
     seeds, options = range(given.seeds), {"depth": given.depth}
     names = (
         "theta",

@@ -103,9 +103,9 @@ class Gate:
         readable = all(p.requires_grad and not p._backward_hooks for _, _, p in last)
         self.last = list(last) if readable else []
         self._opened = False  # a training forward of the open block has run since the last step
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[tuple[nn.Parameter, RemovableHandle]] = []
         if self.last and self.watching:
-            self._handles = [p.register_hook(self._reader(p)) for _, _, p in self.last]
+            self._handles = [(p, p.register_hook(self._reader(p))) for _, _, p in self.last]
 
     def compile(self, compiler: Compiler) -> None:
         """Run the block, and its branch where that runs alone, as compiled functions.
@@ -117,9 +117,11 @@ class Gate:
         self.branch = compiler(self.branch, self.module)
 
     def release(self) -> None:
-        """Take the hooks off the parameters."""
-        for handle in self._handles:
+        """Take the hooks off the parameters, and the empty list that stays behind, which is called, too."""
+        for p, handle in self._handles:
             handle.remove()
+            if not p._backward_hooks:
+                p._backward_hooks = None
         self._handles = []
 
     # -- what the block is worth ----------------------------------------------------------------------

@@ -329,7 +329,7 @@ def test_a_gate_whose_worth_nobody_reads_runs_nothing_when_closed_and_hooks_noth
     module(torch.ones(1, 1, requires_grad=True)).sum().backward()
     assert module.branch[0].runs == [True]
     assert gate.worth is None
-    assert all(not p._backward_hooks for p in module.parameters())
+    assert all(p._backward_hooks is None for p in module.parameters())
 
 
 def test_a_closed_gate_leaves_batch_statistics_untouched_and_an_open_one_does_not():
@@ -407,7 +407,7 @@ def test_gating_changes_no_name_and_detaching_leaves_no_trace():
     detach(module)
     assert type(module) is kind
     assert set(vars(module)) == attributes
-    assert all(not p._backward_hooks for p in module.parameters())
+    assert all(p._backward_hooks is None for p in module.parameters())
 
 
 def test_theta_is_a_buffer_and_no_parameter():
