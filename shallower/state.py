@@ -92,7 +92,11 @@ def _check_vitals(vitals: Any, mine: Mapping[str, Any]) -> None:
     fits = isinstance(vitals, Mapping) and needed <= set(vitals) <= needed | later
     fits = fits and isinstance(vitals["rows"], Mapping) and set(vitals["rows"]) <= set(mine["names"])
     means = [vitals[name] for name in ("change", "square") if name in vitals] if fits else []
-    fits = fits and all(isinstance(m, Tensor) and len(m) == len(mine["names"]) for m in means)
+    fits = fits and all(
+        isinstance(m, Tensor) and m.shape == (len(mine["names"]),) and m.is_floating_point() for m in means
+    )
+    learned = vitals.get("learned", 0) if fits else 0
+    fits = fits and type(learned) is int and learned >= 0
     fields = {"step", "theta", "norm", "change"}
     rows = [row for found in vitals["rows"].values() for row in found] if fits else []
     if not fits or not all(
@@ -101,7 +105,10 @@ def _check_vitals(vitals: Any, mine: Mapping[str, Any]) -> None:
         and all(isinstance(v, int | float) for v in row.values())
         for row in rows
     ):
-        raise ValueError(f"The state's vitals are not rows of {sorted(fields)} for blocks of this model.")
+        raise ValueError(
+            f"The state's vitals are not rows of {sorted(fields)} for blocks of this model, a mean of the "
+            "estimates for each block, and how many of them were learned from."
+        )
 
 
 def check_loads(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

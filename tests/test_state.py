@@ -45,6 +45,11 @@ def optimizer_with(**changes):
     return {**state, "theta_optimizer": theirs}
 
 
+def vitals_with(**changes):
+    state = broken()
+    return {**state, "vitals": {**state["vitals"], **changes}}
+
+
 def without(key: str):
     state = broken()
     del state[key]
@@ -73,6 +78,11 @@ CASES = {
         "each needs",
     ),
     "vitals": (lambda: broken(vitals={"rows": []}), "vitals"),
+    "learned from nothing": (lambda: vitals_with(learned=None), "vitals"),
+    "learned from several numbers": (lambda: vitals_with(learned=torch.ones(2)), "vitals"),
+    "learned from less than nothing": (lambda: vitals_with(learned=-1), "vitals"),
+    "a mean of another shape": (lambda: vitals_with(square=torch.zeros(3, 2)), "vitals"),
+    "a mean of truths": (lambda: vitals_with(change=torch.ones(3, dtype=torch.bool)), "vitals"),
     "no state of the optimizer": (lambda: optimizer_with(state=[]), "no state of an optimiser"),
     "moments without a step": (lambda: optimizer_with(moment={"exp_avg": torch.zeros(3)}), "KeyError"),
     "moments of nan": (lambda: optimizer_with(exp_avg=torch.full((3,), torch.nan)), "not finite"),
