@@ -92,9 +92,7 @@ def _check_vitals(vitals: Any, mine: Mapping[str, Any]) -> None:
     fits = isinstance(vitals, Mapping) and needed <= set(vitals) <= needed | later
     fits = fits and isinstance(vitals["rows"], Mapping) and set(vitals["rows"]) <= set(mine["names"])
     means = [vitals[name] for name in ("change", "square") if name in vitals] if fits else []
-    fits = fits and all(
-        isinstance(m, Tensor) and m.shape == (len(mine["names"]),) and m.is_floating_point() for m in means
-    )
+    fits = fits and all(_is_mean(m, len(mine["names"])) for m in means) and bool(means[0].isfinite().all())
     learned = vitals.get("learned", 0) if fits else 0
     fits = fits and type(learned) is int and learned >= 0
     fields = {"step", "theta", "norm", "change"}
@@ -109,6 +107,11 @@ def _check_vitals(vitals: Any, mine: Mapping[str, Any]) -> None:
             f"The state's vitals are not rows of {sorted(fields)} for blocks of this model, a mean of the "
             "estimates for each block, and how many of them were learned from."
         )
+
+
+def _is_mean(found: Any, number: int) -> bool:
+    plain = isinstance(found, Tensor) and found.layout is torch.strided and not found.is_meta
+    return plain and found.shape == (number,) and found.is_floating_point()
 
 
 def check_loads(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -410,6 +410,19 @@ def test_gating_changes_no_name_and_detaching_leaves_no_trace():
     assert all(p._backward_hooks is None for p in module.parameters())
 
 
+def test_a_users_hook_on_a_gated_parameter_outlives_the_gate():
+    module = Residual(nn.Linear(4, 4))
+    gated(module)
+    weight, heard = module.branch.weight, []
+    handle = weight.register_hook(heard.append)
+    detach(module)
+    module(torch.ones(1, 4)).sum().backward()
+    assert len(heard) == 1
+    handle.remove()
+    module(torch.ones(1, 4)).sum().backward()
+    assert len(heard) == 1
+
+
 def test_theta_is_a_buffer_and_no_parameter():
     module = Residual(nn.Linear(3, 3))
     gated(module)

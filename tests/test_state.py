@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 from shallower import Pruner, Residual, RobbinsMonro
 
@@ -82,6 +83,9 @@ CASES = {
     "learned from several numbers": (lambda: vitals_with(learned=torch.ones(2)), "vitals"),
     "learned from less than nothing": (lambda: vitals_with(learned=-1), "vitals"),
     "a mean of another shape": (lambda: vitals_with(square=torch.zeros(3, 2)), "vitals"),
+    "a mean of nan": (lambda: vitals_with(change=torch.full((3,), torch.nan)), "vitals"),
+    "a mean without numbers": (lambda: vitals_with(change=torch.zeros(3, device="meta")), "vitals"),
+    "a sparse mean": (lambda: vitals_with(square=torch.zeros(3).to_sparse()), "vitals"),
     "a mean of truths": (lambda: vitals_with(change=torch.ones(3, dtype=torch.bool)), "vitals"),
     "no state of the optimizer": (lambda: optimizer_with(state=[]), "no state of an optimiser"),
     "moments without a step": (lambda: optimizer_with(moment={"exp_avg": torch.zeros(3)}), "KeyError"),
@@ -100,12 +104,14 @@ def test_a_state_that_does_not_fit_is_refused_untouched(case):
     state = make()
     types = [type(m) for m in model.modules()]
     thetas, draws = pruner.thetas, [g.xi for g in pruner.gates.values()]
+    vitals = copy.deepcopy(pruner.vitals.state_dict())
     generator = pruner.generator.get_state()
     with pytest.raises(ValueError, match=message):
         pruner.load_state_dict(state)
     assert [type(m) for m in model.modules()] == types
     assert (pruner.thetas, [g.xi for g in pruner.gates.values()], pruner.num_steps) == (thetas, draws, 1)
     assert torch.equal(pruner.generator.get_state(), generator)
+    assert_close(pruner.vitals.state_dict(), vitals, rtol=0, atol=0, equal_nan=True)
     assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
