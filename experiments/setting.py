@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shallower.recipes import Recipe, recipe
+from shallower.recipes import Recipe, RecipeError, recipe
 from shallower.reports import check_section, write_section
 from shallower.reproduce import kept_at, reproduce_all
 from shallower.training import Interrupted, Result
@@ -24,8 +24,11 @@ class Setting:
 
 def setting(base: str, label: str, epochs: int | None, **fields: Any) -> Setting:
     """The recipe `base` with some fields set, then brought into so many epochs."""
-    found = recipe(base, fields)
-    return Setting(label, found if epochs is None else found.rescaled(epochs))
+    try:
+        found = recipe(base, fields)
+        return Setting(label, found if epochs is None else found.rescaled(epochs))
+    except RecipeError as error:
+        raise SystemExit(str(error)) from error
 
 
 def run_all(
@@ -39,6 +42,8 @@ def run_all(
     except Interrupted as stop:
         print(stop, file=sys.stderr)
         sys.exit(stop.exit_code)
+    except ValueError as error:  # results of other settings are there
+        raise SystemExit(str(error)) from error
     if failed:
         raise SystemExit(f"{', '.join(failed)} failed; each folder has a log.txt")
 
