@@ -130,7 +130,7 @@ def where(model: nn.Module, inputs: Tensor, steps: int = 600) -> str:
 def bare(model: nn.Module, inputs: Tensor) -> tuple[Step, Step]:
     """A step with eq. (2), (3) and (5) alone, for blocks that end in one linear layer; and the plain step."""
     other, theirs, pruner, labels = built(model, inputs)
-    lasts = [[p for *_, p in gate.last] for gate in pruner.gates.values()]
+    lasts = [[p for *_, p in gate.reader.last] for gate in pruner.gates.values()]
     pruner._before.remove()
     pruner._ungate()
     theta = torch.full((len(lasts),), 0.5, dtype=torch.float64)

@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from shallower.aside import frozen_statistics, same_dice
 from shallower.compilation import Compiled, Compiler
+from shallower.euler import Reader
 from shallower.graphs import compiled, source, used_modules
 from shallower.idle import Branch, Circumstances
 from shallower.split import Block, Owned, linear_parameters, split, used
 from shallower.tracing import MIXIN, held_numbers
 from shallower.verify import check_first_use
-from shallower.watch import Listener, inner
+from shallower.watch import Listener
 
 GATE, THETA = "shallower_gate", "shallower_theta"  # an attribute and a buffer of a gated module
 PARTS = ("head", "branch", "skip", "tail")
@@ -96,16 +96,8 @@ class Gate:
         self._read(linear_parameters(self.module, block) if self.wants_free else [])
 
     def _read(self, last: Sequence[Owned]) -> None:
-        """Read the estimate (3) off the gradients of the branch's last affine map, if it is trained.
-
-        Not if it has hooks already, which come before ours and may change the gradient, as to clip it.
-        """
-        readable = all(p.requires_grad and not p._backward_hooks for _, _, p in last)
-        self.last = list(last) if readable else []
-        self._opened = False  # a training forward of the open block has run since the last step
-        self._handles: list[tuple[nn.Parameter, RemovableHandle]] = []
-        if self.last and self.watching:
-            self._handles = [(p, p.register_hook(self._reader(p))) for _, _, p in self.last]
+        """Read the estimate (3) off the gradients of the branch's last affine map, if it is trained."""
+        self.reader = Reader(last, self.credits, watching=self.watching)
 
     def compile(self, compiler: Compiler) -> None:
         """Run the block, and its branch where that runs alone, as compiled functions.
@@ -116,55 +108,12 @@ class Gate:
         self.compiled = compiler(author.forward, self.module)
         self.branch = compiler(self.branch, self.module)
 
-    def release(self) -> None:
-        """Take the hooks off the parameters, and the empty list that stays behind, which is called, too."""
-        for p, handle in self._handles:
-            handle.remove()
-            if not p._backward_hooks:
-                p._backward_hooks = None
-        self._handles = []
-
     # -- what the block is worth ----------------------------------------------------------------------
 
     @property
     def worth(self) -> Tensor | None:
         """The estimate (3) so far, or None where no gradient has reached the gate."""
         return sum(self.credits[1:], self.credits[0]) if self.credits else None
-
-    def clear(self) -> None:
-        self.credits.clear()
-        self._opened = False
-
-    def _free(self) -> bool:
-        """Whether Euler's identity holds now: the last map still has its parameters, and they are trained."""
-        for owner, name, p in self.last:  # in every forward pass, so no generator
-            if owner._parameters.get(name) is not p or not p.requires_grad:
-                return False
-        return bool(self.last)
-
-    def _reader(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
-        """A hook of the backward pass: the weights have not moved yet, and nothing has been clipped.
-
-        It runs once for each parameter and step, so it does without attributes and calls where it can.
-        """
-        credits, dot, single = self.credits, torch.dot, torch.float32
-        flat = parameter.ndim == 1
-
-        @unserializable_hook
-        def read(gradient: Tensor) -> None:
-            if not (self._opened and self.xi):
-                return
-            if gradient.dtype is single is parameter.dtype and not gradient.requires_grad:
-                try:
-                    here = dot(gradient, parameter) if flat else dot(gradient.view(-1), parameter.view(-1))
-                    credits.append(here)  # (3)
-                    return
-                except RuntimeError:  # not contiguous, as with channels_last
-                    pass
-            # A gradient that requires one belongs to a backward pass that is itself differentiated.
-            credits.append(inner(gradient, parameter.detach()))
-
-        return read
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -186,9 +135,7 @@ class Gate:
     def may_run_whole(self) -> bool:
         if not (self.watching and torch.is_grad_enabled()):
             return True
-        free = self._free()
-        self._opened = self._opened or free
-        return free
+        return self.reader.ready()
 
     def input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The one input; the other arguments must have the values that the block was split with."""
@@ -299,9 +246,7 @@ class Gate:
         return {name: vars(self)[name] for name in kept if name in vars(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(
-            state, credits=[], compiled=None, heard=None, record=None, replay=deque(), _handles=[]
-        )
+        vars(self).update(state, credits=[], compiled=None, heard=None, record=None, replay=deque())
         self.listener = Listener(self.credits)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Gate":
@@ -313,7 +258,7 @@ class Gate:
             setattr(twin, name, getattr(self, name))
         twin.inside = copy.deepcopy(self.inside, memo)
         twin.parts = copy.deepcopy(self.parts, memo)
-        twin.last, twin._opened = [], False
+        twin.reader = Reader([], twin.credits, watching=False)  # it is a copy that is not trained here
         return twin
 
     def restore(self) -> None:
@@ -406,7 +351,7 @@ def attach(module: nn.Module, block: Block, theta: float, **options: bool) -> Ga
 
 def detach(module: nn.Module) -> None:
     """Make a gated module what it was."""
-    vars(module).pop(GATE).release()
+    vars(module).pop(GATE).reader.release()
     delattr(module, THETA)
     module.__class__ = type(module).__bases__[1]
 

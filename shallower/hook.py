@@ -101,7 +101,7 @@ class BeforeStep:
     def _check_unscaled(self) -> None:
         """A GradScaler that the pruner does not know of would make every estimate many times too large."""
         for gate in self.gates.values():
-            worth, last = gate.worth, [p for _, _, p in gate.last if p.grad is not None]
+            worth, last = gate.worth, [p for _, _, p in gate.reader.last if p.grad is not None]
             if worth is None or not gate.xi or not last:
                 continue
             self._checks -= 1

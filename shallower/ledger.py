@@ -258,7 +258,7 @@ def _saved_bytes(model: nn.Module, example: Example) -> int:
     for module in model.modules():
         gate: Any = vars(module).get("shallower_gate")
         if gate is not None:
-            gate.clear()
+            gate.reader.clear()
     return sum(seen.values())
 
 

@@ -140,7 +140,7 @@ class Pruner:
         self._buffers = [f"{self.blocks[n].path}.{gate.buffer}" for n, gate in self.gates.items()]
         if self.ranks.size > 1:
             keep_from_ddp(model, self._buffers)
-        last = {name: [p for *_, p in gate.last] for name, gate in self.gates.items()}
+        last = {name: [p for *_, p in gate.reader.last] for name, gate in self.gates.items()}
         self.vitals = Vitals(
             {n: p or self._prunable[n] for n, p in last.items()}, [n for n in last if last[n]]
         )
@@ -278,7 +278,7 @@ class Pruner:
         """Forget the backward passes since the last step, when their gradients are thrown away."""
         self._before.ran = False
         for gate in self.gates.values():
-            gate.clear()
+            gate.reader.clear()
 
     def _estimate(self, closure: Closure | None) -> Tensor | None:
         """loss(xi=1) - loss(xi=0) of every block, in nats of the mean loss; 0 for the removed ones.

@@ -287,7 +287,7 @@ def detach_sum(module: nn.Module, strand: Strand) -> None:
     weave: Weave = vars(module)[WEAVE]
     gate = weave.gates.pop(strand.index)
     weave.marks.pop(strand.index)
-    gate.release()
+    gate.reader.release()
     delattr(module, gate.buffer)
     weave.forget()
     _reclass(module)

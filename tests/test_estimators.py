@@ -201,7 +201,7 @@ def test_first_order_approaches_flip_quadratically_as_the_last_layer_vanishes():
         for draws in ((1, 1, 1, 1), (0, 1, 0, 1)):
             set_draws(gates, draws)
             for gate in gates:
-                gate.credits.clear()
+                gate.reader.clear()
             F.cross_entropy(model(x), y).backward()
             exact = flip(gates, lambda: F.cross_entropy(model(x), y))  # noqa: B023
             worst = max(

@@ -38,7 +38,7 @@ def gated(module: nn.Module, *, xi: bool = True, theta: float = 0.75) -> Gate:
 
 def worth(module: nn.Module, gate: Gate, z: Tensor) -> Tensor:
     """Of the loss sum(z_next)."""
-    gate.clear()
+    gate.reader.clear()
     module(z).sum().backward()
     assert gate.worth is not None
     return gate.worth
@@ -96,10 +96,10 @@ def test_the_free_estimate_equals_the_dot_product(last):
     for p in module.parameters():
         nn.init.normal_(p)
     gate, z = gated(module), torch.randn(7, 3)
-    assert gate.last
+    assert gate.reader.last
     free = worth(module, gate, z)
-    gate.release()
-    gate.last = []
+    gate.reader.release()
+    gate.reader.last = []
     watched = worth(module, gate, z)
     assert_close(free, watched)
     assert free.abs() > 1e-3
@@ -110,14 +110,14 @@ def test_a_frozen_last_layer_is_watched_instead(frozen):
     module = Residual(nn.Linear(3, 3))
     getattr(module.branch, frozen).requires_grad_(False)
     gate, z = gated(module), torch.randn(2, 3)
-    assert not gate.last
+    assert not gate.reader.last
     assert_close(worth(module, gate, z), module.branch(z).sum())
 
 
 def test_a_convolution_ends_a_branch_as_well():
     module, z = bottleneck(), torch.randn(2, 4, 5, 5)
     gate = gated(module)
-    assert gate.last
+    assert gate.reader.last
     expected = copy.deepcopy(module.branch)(z).sum()  # the loss is the sum, so the gradient is one everywhere
     assert_close(worth(module, gate, z), expected, rtol=1e-4, atol=1e-4)
 
@@ -359,7 +359,7 @@ def test_estimates_of_micro_batches_add_up():
     for xi in (True, False):
         gate = gated(module, xi=xi)
         whole = worth(module, gate, z)
-        gate.clear()
+        gate.reader.clear()
         for half in z.chunk(2):
             module(half).sum().backward()
         assert_close(gate.worth, whole, rtol=1e-4, atol=1e-4)
@@ -472,7 +472,7 @@ def test_mixed_precision_keeps_the_type_and_the_estimate():
     module, z = Residual(nn.Linear(8, 8)), torch.randn(4, 8)
     gate = gated(module)
     exact = worth(module, gate, z)
-    gate.clear()
+    gate.reader.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = module(z).sum()
     loss.backward()
@@ -513,7 +513,7 @@ def test_activation_checkpointing_sees_the_same_network_twice():
     for xi in (True, False):
         gate = gated(module, xi=xi)
         plain = worth(module, gate, z)
-        gate.clear()
+        gate.reader.clear()
         checkpoint(module, z, use_reentrant=False).sum().backward()
         assert_close(gate.worth, plain, rtol=1e-4, atol=1e-4)
         detach(module)
@@ -563,7 +563,7 @@ def test_a_last_layer_that_the_tail_uses_too_is_watched_instead():
     gate = gated(module)
     xi = torch.ones((), requires_grad=True)
     module.norm(z + xi * module.norm(module.linear(z))).square().sum().backward()
-    gate.clear()
+    gate.reader.clear()
     module(z).square().sum().backward()
     assert_close(gate.worth, xi.grad)
 
