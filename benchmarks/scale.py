@@ -59,13 +59,13 @@ class Stopwatch:
 
 def instrument(watch: Stopwatch) -> None:
     """From here on, `watch` counts what every pruner does beside its steps."""
-    run, hook = Gate.run, Reader._hook
+    run, hooks = Gate.run, Reader._hooks
 
     def run_timed(gate: Gate, whole: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return run(gate, watch.wrap(whole, counted=False), args, kwargs)
 
     Gate.run = watch.wrap(run_timed)  # type: ignore[method-assign]
-    Reader._hook = lambda reader, parameter: watch.wrap(hook(reader, parameter))  # type: ignore[method-assign]
+    Reader._hooks = lambda *given: tuple(map(watch.wrap, hooks(*given)))  # type: ignore[method-assign]
     WatchLater.backward = staticmethod(watch.wrap(WatchLater.backward))  # type: ignore[method-assign]
     Listener._hear = watch.wrap(Listener._hear)  # type: ignore[method-assign]
     BeforeStep.__call__ = watch.wrap(BeforeStep.__call__)  # type: ignore[method-assign]

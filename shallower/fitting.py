@@ -44,14 +44,13 @@ def fitted(model: nn.Module, block: AnyBlock) -> Gate | None:
     return held.get(GATE)
 
 
-def take_off(model: nn.Module, block: AnyBlock) -> nn.Module:
-    """Take the gate off again; the module where it was."""
-    module = model.get_submodule(block.path)
+def take_off(gate: Gate, block: AnyBlock) -> nn.Module:
+    """Take the gate off again; the module where it was, which may have been wrapped in the meantime."""
     if isinstance(block, Strand):
-        detach_sum(module, block)
+        detach_sum(gate.module, block)
     else:
-        detach(module)
-    return module
+        detach(gate.module)
+    return gate.module
 
 
 def cut(model: nn.Module, block: AnyBlock, *, alias: bool = True) -> None:

@@ -39,8 +39,8 @@ class Follower:
         cut(self.model, self.blocks[name], alias=name not in self.unaliased)
 
     def ungate(self) -> None:
-        for name in self.gates:
-            take_off(self.model, self.blocks[name])
+        for name, gate in self.gates.items():
+            take_off(gate, self.blocks[name])
         self.gates.clear()
 
     def finish(self, removed: Sequence[str], survivors: Sequence[Block]) -> None:

@@ -36,13 +36,8 @@ class Gate:
     """What one gated block knows: its rate, its current draw, and what the backward pass said it is worth.
 
     `worth` is the first-order estimate of loss(xi=1) - loss(xi=0), eq. (3): <dloss/dsum, branch(z)>,
-    summed over the backward passes of one optimiser step. An open gate reads it off the gradients
-    of the branch's last affine map, whose parameters p satisfy, by Euler's identity,
-
-        <dloss/dbranch, branch> = sum(p.grad * p),
-
-    at no cost in activations, as long as the loss sees p through this branch alone; a closed gate runs its
-    branch forward only.
+    summed over the backward passes of one optimiser step. An open gate reads it off the gradients of the
+    branch's last affine map, at no cost in activations (`euler`); a closed gate runs its branch forward only.
     """
 
     parts: Branch | None = None  # what a branch that may run late is made of
@@ -248,6 +243,7 @@ class Gate:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, credits=[], compiled=None, heard=None, record=None, replay=deque())
         self.listener = Listener(self.credits)
+        self.reader = Reader([], self.credits, watching=False)  # until it is split again
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Gate":
         """A copy that runs the same parts; its estimates are its own."""
@@ -258,7 +254,6 @@ class Gate:
             setattr(twin, name, getattr(self, name))
         twin.inside = copy.deepcopy(self.inside, memo)
         twin.parts = copy.deepcopy(self.parts, memo)
-        twin.reader = Reader([], twin.credits, watching=False)  # it is a copy that is not trained here
         return twin
 
     def restore(self) -> None:

@@ -255,10 +255,6 @@ def _saved_bytes(model: nn.Module, example: Example) -> int:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = call(model, example)
         del output
-    for module in model.modules():
-        gate: Any = vars(module).get("shallower_gate")
-        if gate is not None:
-            gate.reader.clear()
     return sum(seen.values())
 
 
@@ -309,14 +305,15 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def _all_open(pruner: Pruner) -> Iterator[None]:
-    draws = {name: gate.xi for name, gate in pruner.gates.items()}
+    """For a while; afterwards no gate waits for the gradients of what has run."""
+    before = [(gate, gate.xi, gate.reader.opened) for gate in pruner.gates.values()]
     for gate in pruner.gates.values():
         gate.xi = True
     try:
         yield
     finally:
-        for name, gate in pruner.gates.items():
-            gate.xi = draws[name]
+        for gate, xi, opened in before:
+            gate.xi, gate.reader.opened = xi, opened
 
 
 @contextmanager

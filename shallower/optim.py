@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 def forget(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Drop `parameters`, with their state, from every group of `optimizer`.
+    """Drop `parameters`, with their state, from every group of `optimizer`, and their gradients.
 
     The other parameters keep their places, their state and their groups. A group that is left empty
     stays, because learning-rate schedulers count the groups.
@@ -20,6 +20,7 @@ def forget(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         group["params"] = [p for p in group["params"] if p not in dead]
     for p in dead:
         optimizer.state.pop(p, None)
+        p.grad = None  # or it would count wherever somebody else holds the parameter, as to clip by a norm
 
 
 def adopt(optimizer: Optimizer, parameter: nn.Parameter, *, like: Tensor) -> None:

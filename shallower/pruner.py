@@ -243,7 +243,8 @@ class Pruner:
             ema = AveragedModel(model)
             pruner.follow(ema.module)
 
-        The copy runs as the mean network until `finalize()`, and is plain after `finish()`, as the model is.
+        In evaluation mode the copy runs as the mean network until `finalize()`, in training mode with every
+        gate open; it is plain after `finish()`, as the model is.
         """
         if self.finished:
             raise RuntimeError("The pruner has finished; copy its model with copy.deepcopy(model).")
@@ -266,7 +267,8 @@ class Pruner:
 
     def _weights_moved(self) -> bool:
         """Whether `optimizer.step()` ran; a GradScaler leaves it out when a gradient overflowed."""
-        if not self._before.ran and self.grad_scaler is None:
+        skips = self.grad_scaler is not None and self.grad_scaler.is_enabled()
+        if not self._before.ran and not skips:
             raise RuntimeError(
                 "pruner.step() was called without an optimizer.step() before it. Call it once after each "
                 "optimizer.step(); with gradient accumulation once per update, not per micro-batch. If the "
@@ -408,8 +410,8 @@ class Pruner:
         return events
 
     def _ungate(self) -> None:
-        for name in self.gates:
-            module = take_off(self.model, self.blocks[name])
+        for name, gate in self.gates.items():
+            module = take_off(gate, self.blocks[name])
             if self._compiler is not None:
                 self._compiler.in_place(module)
             self.theta[self.names.index(name)] = 1.0

@@ -408,6 +408,7 @@ def test_gating_changes_no_name_and_detaching_leaves_no_trace():
     assert type(module) is kind
     assert set(vars(module)) == attributes
     assert all(p._backward_hooks is None for p in module.parameters())
+    assert all(p._post_accumulate_grad_hooks is None for p in module.parameters())
 
 
 def test_a_users_hook_on_a_gated_parameter_outlives_the_gate():
@@ -421,6 +422,31 @@ def test_a_users_hook_on_a_gated_parameter_outlives_the_gate():
     handle.remove()
     module(torch.ones(1, 4)).sum().backward()
     assert len(heard) == 1
+
+
+def test_gradients_that_somebody_asked_for_credit_nobody():
+    """As torch.autograd.grad hands them out, to be logged; they run hooks on leaves, too."""
+    module, z = Residual(nn.Linear(3, 3)), torch.randn(2, 3)
+    for xi in (True, False):
+        gate = gated(module, xi=xi)
+        expected = worth(module, gate, z)
+        gate.reader.clear()
+        loss = module(z).sum()
+        if xi:
+            torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+            assert gate.worth is None
+        loss.backward()
+        assert_close(gate.worth, expected)
+        detach(module)
+
+
+def test_a_gradient_that_was_asked_for_is_not_credited_later():
+    module, z = Residual(nn.Linear(3, 3)), torch.randn(2, 3)
+    gate = gated(module)
+    torch.autograd.grad(module(z).sum(), list(module.parameters()))
+    gate.reader.clear()
+    module.eval()(z).sum().backward()
+    assert gate.worth is None
 
 
 def test_theta_is_a_buffer_and_no_parameter():

@@ -221,6 +221,19 @@ def test_counting_changes_nothing():
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
 
 
+def test_measuring_blocks_in_the_middle_of_a_step_changes_no_estimate():
+    """What it runs is no forward pass of the step, and what the step has read stays."""
+    model, _, pruner = started()
+    gates = list(pruner.gates.values())
+    for gate, xi in zip(gates, (True, False), strict=True):
+        gate.xi = xi
+    model(torch.randn(5, 3)).sum().backward()
+    before = [gate.worth.clone() for gate in gates]
+    block_costs(pruner, torch.randn(5, 3))
+    assert [gate.reader.opened for gate in gates] == [True, False]
+    assert torch.equal(torch.stack([gate.worth for gate in gates]), torch.stack(before))
+
+
 def test_the_costs_of_a_block_by_hand():
     """For each sample, a training step keeps a hidden layer and the sum: twice 4 floats of 4 bytes."""
     model, _, pruner = started()

@@ -52,6 +52,7 @@ def test_survivors_keep_place_state_and_future_bit_for_bit(name, dead):
         id(parameters[i]) for i in (0, 2, 4, 1, 3, 5) if i not in dead
     ]
     assert set(optimizer.state) == {parameters[i] for i in alive}
+    assert [i for i in range(6) if parameters[i].grad is not None] == alive
     for i in alive:
         for key, value in before[i].items():
             assert torch.equal(torch.as_tensor(optimizer.state[parameters[i]][key]), torch.as_tensor(value))

@@ -113,6 +113,14 @@ def test_a_step_that_does_not_learn_must_follow_the_optimisers_too():
         pruner.step(learn=False)
 
 
+def test_a_scaler_that_is_switched_off_skips_no_step_either():
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    pruner = Pruner(model, sgd(model), dataset_size=N, log_gamma=-1.0, grad_scaler=scaler)
+    with pytest.raises(RuntimeError, match=r"without an optimizer.step\(\)"):
+        pruner.step()
+
+
 def test_theta_descends_n_times_the_difference_minus_log_gamma():
     """With plain gradient descent the step is lr * (N * dC - m * log_gamma), by hand."""
 

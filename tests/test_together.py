@@ -1,12 +1,14 @@
 """What people train with, all at once: the same estimates as in the plainest loop, and nothing lost."""
 
 import copy
+import pickle
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -109,17 +111,58 @@ def test_an_average_of_the_weights_loses_the_same_blocks_and_is_the_same_mean_ne
     assert not any("shallower" in key for m in ema.module.modules() for key in vars(m))
 
 
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_copy_made_before_or_after_gating_follows(gated):
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_made_before_or_after_gating_follows(gated, copied):
     torch.manual_seed(0)
     model = Net(checkpointed=False)
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     pruner = Pruner(model, optimizer, dataset_size=N, log_gamma=-5.0, theta=0.25)
-    twin = copy.deepcopy(model) if gated else twin
+    twin = copied(model) if gated else twin
     pruner.follow(twin)
     x = torch.randn(6, 5)
     assert torch.equal(twin.eval()(x), model.eval()(x))
+
+
+def test_a_pickled_copy_that_has_not_run_yet_loses_its_blocks_and_gates():
+    torch.manual_seed(0)
+    model = Net(checkpointed=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pruner = Pruner(model, optimizer, dataset_size=N, log_gamma=-5.0, theta=0.25)
+    twin = pickled(model)
+    pruner.follow(twin)
+    pruner.theta[1] = 0.0
+    model(torch.randn(6, 5)).square().mean().backward()
+    optimizer.step()
+    assert [event.block for event in pruner.step()] == ["blocks.1"]
+    pruner.finalize(0.0)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(6, 5)
+    assert torch.equal(twin.eval()(x), pruner.finish().eval()(x))
+
+
+def test_blocks_that_were_wrapped_after_gating_lose_blocks_and_gates():
+    torch.manual_seed(0)
+    model = Net(checkpointed=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pruner = Pruner(model, optimizer, dataset_size=N, log_gamma=-5.0, theta=0.25)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Residual))
+    pruner.theta[1] = 0.0
+    x = torch.randn(6, 5)
+    model(x).square().mean().backward()
+    optimizer.step()
+    pruner.step()
+    pruner.finalize(0.0)
+    assert not any("shallower" in key for module in model.modules() for key in vars(module))
+    z = model.stem(x)
+    for block in (model.blocks[0], *model.blocks[2:]):
+        z = z + block.branch(z)
+    assert torch.equal(model(x), model.head(z))
 
 
 def test_the_average_of_a_resumed_run_follows_from_where_it_was():
